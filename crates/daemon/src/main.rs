@@ -1,0 +1,2 @@
+//! daemon
+fn main() {}

@@ -1,0 +1,2 @@
+//! edge
+fn main() {}

@@ -1,0 +1,2 @@
+//! hostile
+fn main() {}
