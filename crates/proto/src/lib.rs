@@ -1,1 +1,45 @@
-//! proto
+//! The contract between a host and the guest agent: frames, messages, generations.
+//!
+//! Owns the codec and every byte layout; opens no socket and runs no task, so that both sides and the fuzzer share one
+//! reading of the wire. Bytes from the other side are hostile: every length is bounded before anything is allocated, and
+//! what does not parse is an [`Error`], never a panic.
+//!
+//! ```text
+//! stream   one operation each; the host dials, names it with an OpId, and sends Request first
+//! frame    u32 LE length of what follows | u8 kind | body <= 64 KiB
+//! order    Request -> Accepted -> (Data | Eof | Gap | Event)* -> End       guest's side of the talk
+//!                     (Data | Eof)*                                        host's side, after its Request
+//! end      `End` is last; whoever receives it closes. A stream that ends without it means "unknown"
+//! ```
+
+#![forbid(unsafe_code)]
+
+mod frame;
+mod message;
+mod op;
+
+pub use frame::{Channel, Error, Frame, Frames, HEADER, MAX_BODY, MAX_DATA};
+pub use message::{
+    Activate, Attach, Cancel, Cause, Dial, EntryKind, Event, Exec, Failure, FailureCode, FileStat, Hello, HelloReply, List, Make, MakeKind,
+    OpState, OpSummary, Operation, Outcome, Process, PtySize, Read, Remove, Rename, Request, Resize, Signal, Stat, Stats,
+    TarIn, TarOut, Variable, Watch, WatchKind, Write,
+};
+pub use op::OpId;
+
+/// The vsock port on which the guest agent listens.
+pub const AGENT_PORT: u32 = 1024;
+
+/// The generation this release speaks. A host speaks this one and the one before it, a guest one.
+pub const GENERATION: u32 = 1;
+
+/// The oldest generation a host of this release speaks.
+pub const OLDEST_GENERATION: u32 = 1;
+
+/// Streams a Sandbox may have at once (Firecracker's vsock ends at 1,023; measured room for both directions).
+pub const MAX_STREAMS: usize = 512;
+
+/// Of [`MAX_STREAMS`], those kept for operations that must pass while data is stuck: see [`Operation::is_urgent`].
+pub const URGENT_STREAMS: usize = 16;
+
+/// How long a command whose stream was lost waits for an Attach before it is killed, in seconds.
+pub const LEASE_SECONDS: u64 = 30;
