@@ -1,1 +1,42 @@
-//! api
+//! The public HTTP surface as data: routes, types, typed ids, errors; with feature `client` the typed client.
+//!
+//! Types here are what goes over the wire and nothing else: no defaults, no parsing of sizes, no policy. The daemon
+//! translates them to its own, the edge forwards them, the command line shows them.
+
+#![forbid(unsafe_code)]
+
+mod command;
+mod error;
+mod file;
+mod id;
+mod image;
+mod operator;
+mod routes;
+mod session;
+
+#[cfg(feature = "client")]
+pub mod client;
+
+pub use command::{
+    AttachControl, Command, CommandEnd, CommandState, CreateCommand, OnDisconnect, Output, PtySize, SendSignal,
+    StdinAnswer, StreamEvent, Text,
+};
+pub use error::{Ended, Error, ErrorBody, ErrorCode};
+pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};
+pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
+pub use image::{BuildEvent, BuildImage, Image, RecipeFile};
+pub use operator::{
+    Check, ConfigShown, DoctorReport, EdgeKey, EdgeState, Health, Leftover, Severity, SweepReport, SweepRequest,
+    Version,
+};
+pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
+pub use session::{
+    CreateSession, NetworkMode, NetworkSpec, Page, Reason, Session, SessionState, SessionStats, UpdateSession,
+};
+
+/// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel
+/// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload.
+pub const ATTACH_PROTOCOL: &str = "pepo.attach.v1";
+
+/// Token of the `Upgrade` header that turns a request into raw bytes to a port in the guest.
+pub const DIAL_UPGRADE: &str = "pepo-dial";

@@ -266,7 +266,12 @@ fn put_head(dst: &mut BytesMut, kind: u8, body: usize) {
     dst.put_u8(kind);
 }
 
-fn put_message<T: minicbor::Encode<()>>(dst: &mut BytesMut, kind: u8, what: &'static str, message: &T) -> Result<(), Error> {
+fn put_message<T: minicbor::Encode<()>>(
+    dst: &mut BytesMut,
+    kind: u8,
+    what: &'static str,
+    message: &T,
+) -> Result<(), Error> {
     let body = minicbor::to_vec(message).map_err(|_| Error::Malformed(what))?;
     if body.len() > MAX_BODY {
         return Err(Error::TooLarge { what, bytes: body.len() });

@@ -1,0 +1,1 @@
+//! The typed client, over a Unix socket or TCP.

@@ -1,0 +1,131 @@
+//! What the operator asks of a host, and what the edge asks of the daemon.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use crate::id::{AppId, KeyId};
+
+/// Answer to `GET /v1/version`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Version {
+    /// The release; `+fake` marks a test build.
+    pub version: String,
+    /// Generation of the guest protocol.
+    pub guest_generation: u32,
+    /// SHA-256 of the guest agent, 64 hex digits.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub guest_digest: Option<String>,
+    /// What runs the guests, and why that: one line.
+    pub runs_on: String,
+    /// The instance's tag in host names.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tag: Option<String>,
+}
+
+/// Answer to `GET /healthz` and `/readyz`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Health {
+    /// `ok`, or what is missing.
+    pub status: String,
+}
+
+/// How much a finding matters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Severity {
+    /// As it should be.
+    Ok,
+    /// Worth knowing.
+    Info,
+    /// A weakness.
+    Warning,
+    /// Sandboxes cannot run, or not safely.
+    Error,
+}
+
+/// One probe of `pepo doctor`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Check {
+    /// A short fixed name (`cgroup`, `uid_range`).
+    pub name: String,
+    /// How it stands.
+    pub severity: Severity,
+    /// What was found.
+    pub found: String,
+    /// What to do, as a command where there is one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fix: Option<String>,
+}
+
+/// Answer to `GET /v1/doctor`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DoctorReport {
+    /// Every probe.
+    pub checks: Vec<Check>,
+}
+
+/// Body of `POST /v1/sweep`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SweepRequest {
+    /// List only.
+    #[serde(default)]
+    pub dry_run: bool,
+    /// Also what belongs to instances that nobody runs.
+    #[serde(default)]
+    pub all: bool,
+}
+
+/// Something on the host that no live Sandbox accounts for.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Leftover {
+    /// `cgroup`, `process`, `directory`, …
+    pub kind: String,
+    /// Its name on the host.
+    pub name: String,
+    /// Seconds since it was made, where known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub age_seconds: Option<u64>,
+    /// The instance or Sandbox it belonged to.
+    pub owner: String,
+    /// Whether it is gone now.
+    pub removed: bool,
+    /// Why it is not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub error: Option<String>,
+}
+
+/// Answer to `POST /v1/sweep`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SweepReport {
+    /// What was found.
+    pub leftovers: Vec<Leftover>,
+}
+
+/// Answer to `GET /v1/config`: every setting with its value and where that came from.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ConfigShown {
+    /// Setting (`sandbox.memory_mib`) to value and origin.
+    pub settings: BTreeMap<String, (serde_json::Value, String)>,
+}
+
+/// Answer to `GET /v1/edge/state`, on the edge's socket only.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EdgeState {
+    /// Counts changes.
+    pub generation: u64,
+    /// Keys that are valid.
+    pub keys: Vec<EdgeKey>,
+}
+
+/// A key as the edge needs it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct EdgeKey {
+    /// Its id.
+    pub id: KeyId,
+    /// The App it belongs to.
+    pub app_id: AppId,
+    /// SHA-256 of the key's text, 64 hex digits.
+    pub sha256: String,
+}

@@ -1,0 +1,183 @@
+//! The one table of routes. Daemon, edge and client read it; a row without an action does not compile.
+
+use http::Method;
+
+/// Who may call a route.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Audience {
+    /// An App's callers through the edge, and the operator.
+    Tenant,
+    /// The operator alone: not on the edge's socket.
+    Operator,
+    /// The edge process itself: on its socket alone.
+    Edge,
+    /// Anyone who can connect, without a credential.
+    Anyone,
+}
+
+/// What authorization asks about.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// See Sessions.
+    SessionsRead,
+    /// Make, change and end Sessions.
+    SessionsWrite,
+    /// See Commands and their output.
+    CommandsRead,
+    /// Run Commands and speak to them.
+    CommandsRun,
+    /// See files.
+    FilesRead,
+    /// Change files.
+    FilesWrite,
+    /// Connect to a port inside.
+    PortsConnect,
+    /// See Images.
+    ImagesRead,
+    /// Build and remove Images.
+    ImagesWrite,
+    /// Look at and steer the host.
+    HostOperate,
+    /// Read what the edge needs.
+    EdgeSync,
+    /// Ask whether it lives.
+    Health,
+}
+
+/// What a request carries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Body {
+    /// Nothing.
+    None,
+    /// JSON of at most 1 MiB.
+    Json,
+    /// Bytes without a length known before.
+    Raw,
+}
+
+/// What an answer is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    /// JSON.
+    Json,
+    /// JSON or server-sent events, as `Accept` says.
+    JsonOrEvents,
+    /// Server-sent events.
+    Events,
+    /// Bytes.
+    Raw,
+    /// Nothing.
+    Empty,
+    /// A WebSocket.
+    WebSocket,
+    /// Raw bytes both ways after 101.
+    Upgrade,
+}
+
+/// One row.
+#[derive(Clone, Copy, Debug)]
+pub struct Route {
+    /// A name for logs, metrics and [`route`].
+    pub name: &'static str,
+    /// The method.
+    pub method: &'static Method,
+    /// The path, parameters in braces.
+    pub path: &'static str,
+    /// What authorization asks about.
+    pub action: Action,
+    /// Who may call it.
+    pub audience: Audience,
+    /// What it carries.
+    pub body: Body,
+    /// What it answers.
+    pub answer: Answer,
+}
+
+const GET: &Method = &Method::GET;
+const POST: &Method = &Method::POST;
+const PUT: &Method = &Method::PUT;
+const PATCH: &Method = &Method::PATCH;
+const DELETE: &Method = &Method::DELETE;
+
+macro_rules! routes {
+    ($($name:ident: $method:ident $path:literal, $action:ident, $audience:ident, $body:ident -> $answer:ident;)+) => {
+        /// Every route by its name.
+        #[allow(non_upper_case_globals, missing_docs)]
+        pub mod route {
+            use super::*;
+            $(pub const $name: Route = Route {
+                name: stringify!($name),
+                method: $method,
+                path: $path,
+                action: Action::$action,
+                audience: Audience::$audience,
+                body: Body::$body,
+                answer: Answer::$answer,
+            };)+
+        }
+
+        /// Every route.
+        pub const ROUTES: &[Route] = &[$(route::$name),+];
+    };
+}
+
+routes! {
+    session_create: POST "/v1/sessions", SessionsWrite, Tenant, Json -> Json;
+    session_list: GET "/v1/sessions", SessionsRead, Tenant, None -> Json;
+    session_show: GET "/v1/sessions/{session}", SessionsRead, Tenant, None -> Json;
+    session_update: PATCH "/v1/sessions/{session}", SessionsWrite, Tenant, Json -> Json;
+    session_terminate: DELETE "/v1/sessions/{session}", SessionsWrite, Tenant, None -> Json;
+    session_release: POST "/v1/sessions/{session}/release", SessionsWrite, Tenant, None -> Json;
+    session_stats: GET "/v1/sessions/{session}/stats", SessionsRead, Tenant, None -> Json;
+    session_console: GET "/v1/sessions/{session}/console", HostOperate, Operator, None -> Raw;
+    command_create: POST "/v1/sessions/{session}/commands", CommandsRun, Tenant, Json -> JsonOrEvents;
+    command_list: GET "/v1/sessions/{session}/commands", CommandsRead, Tenant, None -> Json;
+    command_show: GET "/v1/sessions/{session}/commands/{command}", CommandsRead, Tenant, None -> JsonOrEvents;
+    command_kill: DELETE "/v1/sessions/{session}/commands/{command}", CommandsRun, Tenant, None -> Json;
+    command_stdout: GET "/v1/sessions/{session}/commands/{command}/stdout", CommandsRead, Tenant, None -> Raw;
+    command_stderr: GET "/v1/sessions/{session}/commands/{command}/stderr", CommandsRead, Tenant, None -> Raw;
+    command_stdin: POST "/v1/sessions/{session}/commands/{command}/stdin", CommandsRun, Tenant, Raw -> Json;
+    command_signal: POST "/v1/sessions/{session}/commands/{command}/signal", CommandsRun, Tenant, Json -> Empty;
+    command_attach: GET "/v1/sessions/{session}/commands/{command}/attach", CommandsRun, Tenant, None -> WebSocket;
+    file_read: GET "/v1/sessions/{session}/files", FilesRead, Tenant, None -> Raw;
+    file_write: PUT "/v1/sessions/{session}/files", FilesWrite, Tenant, Raw -> Empty;
+    file_remove: DELETE "/v1/sessions/{session}/files", FilesWrite, Tenant, None -> Empty;
+    file_stat: GET "/v1/sessions/{session}/files/stat", FilesRead, Tenant, None -> Json;
+    file_list: GET "/v1/sessions/{session}/files/list", FilesRead, Tenant, None -> Json;
+    file_watch: GET "/v1/sessions/{session}/files/watch", FilesRead, Tenant, None -> Events;
+    file_make: POST "/v1/sessions/{session}/files/make", FilesWrite, Tenant, Json -> Empty;
+    file_rename: POST "/v1/sessions/{session}/files/rename", FilesWrite, Tenant, Json -> Empty;
+    tar_read: GET "/v1/sessions/{session}/tar", FilesRead, Tenant, None -> Raw;
+    tar_write: PUT "/v1/sessions/{session}/tar", FilesWrite, Tenant, Raw -> Empty;
+    dial: GET "/v1/sessions/{session}/dial/{port}", PortsConnect, Tenant, None -> Upgrade;
+    image_list: GET "/v1/images", ImagesRead, Tenant, None -> Json;
+    image_show: GET "/v1/images/{image}", ImagesRead, Tenant, None -> Json;
+    image_build: POST "/v1/images", ImagesWrite, Operator, Json -> Events;
+    image_remove: DELETE "/v1/images/{image}", ImagesWrite, Operator, None -> Json;
+    image_gc: POST "/v1/images/gc", ImagesWrite, Operator, None -> Json;
+    version: GET "/v1/version", SessionsRead, Tenant, None -> Json;
+    config_show: GET "/v1/config", HostOperate, Operator, None -> Json;
+    doctor: GET "/v1/doctor", HostOperate, Operator, None -> Json;
+    sweep: POST "/v1/sweep", HostOperate, Operator, Json -> Json;
+    down: POST "/v1/down", HostOperate, Operator, None -> Empty;
+    edge_state: GET "/v1/edge/state", EdgeSync, Edge, None -> Json;
+    healthz: GET "/healthz", Health, Anyone, None -> Json;
+    readyz: GET "/readyz", Health, Anyone, None -> Json;
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    #[test]
+    fn no_two_routes_share_a_name_or_a_place() {
+        let mut names = HashSet::new();
+        let mut places = HashSet::new();
+        for route in ROUTES {
+            assert!(names.insert(route.name), "{}", route.name);
+            assert!(places.insert((route.method, route.path)), "{} {}", route.method, route.path);
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! Sessions on the wire.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
+
+use crate::error::Ended;
+use crate::id::{AppId, ImageId, SandboxId, SessionId};
+
+/// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CreateSession {
+    /// An Image's name or id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image: Option<String>,
+    /// Virtual processors.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpus: Option<u32>,
+    /// Guest memory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u32>,
+    /// Scratch disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub disk_mib: Option<u32>,
+    /// How long the Sandbox stays after the last activity.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_alive_seconds: Option<u64>,
+    /// How long the Session lives at the most.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_seconds: Option<u64>,
+    /// Public environment of every command.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub env: BTreeMap<String, String>,
+    /// What the Sandbox may reach.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkSpec>,
+    /// For filtering.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub labels: BTreeMap<String, String>,
+    /// Unique in its App, usable wherever an id is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// The durable directory. Absent or null: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<Value>,
+    /// A second life on an empty disk.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reactivate: Option<bool>,
+    /// Paths kept in the Workspace.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub persist: Option<Vec<String>>,
+    /// Write-only environment.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub secrets: Option<BTreeMap<String, String>>,
+    /// Runs once per activation before the Session is Active.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub setup: Option<Value>,
+    /// Run at each activation and kept running.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub services: Option<Value>,
+}
+
+/// What a Sandbox may reach.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkSpec {
+    /// The kind of policy.
+    pub mode: NetworkMode,
+    /// With mode `allow`: what is open.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub allow: Option<Vec<Value>>,
+}
+
+/// Kinds of network policy.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NetworkMode {
+    /// No network interface.
+    None,
+    /// Everything but the floor.
+    Public,
+    /// What the list says.
+    Allow,
+}
+
+/// Body of `PATCH /v1/sessions/{session}`: what is present is replaced.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpdateSession {
+    /// A new name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// All labels.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub labels: Option<BTreeMap<String, String>>,
+    /// How long the Sandbox stays after the last activity.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keep_alive_seconds: Option<u64>,
+    /// How long the Session lives from now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_seconds: Option<u64>,
+    /// A new network policy.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkSpec>,
+}
+
+/// Where a Session is in its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SessionState {
+    /// Recorded; its Sandbox is not begun.
+    Requested,
+    /// Its Sandbox starts.
+    Activating,
+    /// It takes commands.
+    Active,
+    /// Its Sandbox is being destroyed.
+    Releasing,
+    /// Without a Sandbox; the next request makes one.
+    Idle,
+    /// It is being ended.
+    Terminating,
+    /// It has ended.
+    Terminated,
+}
+
+/// Why a Command, Sandbox or Session ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Reason {
+    /// A program ended by itself.
+    Exit,
+    /// A program was ended by a signal.
+    Signal,
+    /// Its time was over.
+    Timeout,
+    /// Somebody asked for it.
+    Killed,
+    /// Memory ran out.
+    OutOfMemory,
+    /// The guest's kernel panicked.
+    GuestPanic,
+    /// The first process of the guest ended.
+    GuestInitDied,
+    /// The guest stopped answering.
+    GuestSilent,
+    /// The VMM ended.
+    VmmExit,
+    /// Something outside of Pepo killed it.
+    KilledOutside,
+    /// A mount went away.
+    MountLost,
+    /// The set-up command failed, or the Sandbox could not be started.
+    SetupFailed,
+    /// Nothing used it for its keep-alive.
+    Idle,
+    /// The longest activation was over.
+    Lifetime,
+    /// The Session's own end came.
+    Expired,
+    /// A quota.
+    Quota,
+    /// The operator or the owner ended it.
+    Operator,
+    /// The host is being drained.
+    Drain,
+    /// The host restarted.
+    HostRestart,
+    /// Not known, and not guessed.
+    Unknown,
+}
+
+/// One Session.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Session {
+    /// Its id.
+    pub id: SessionId,
+    /// Its App.
+    pub app_id: AppId,
+    /// Its name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
+    /// Where it is.
+    pub state: SessionState,
+    /// Counts every change of what is shown here.
+    pub generation: u64,
+    /// Counts Sandboxes: 0 before the first.
+    pub activation: u64,
+    /// The present Sandbox.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sandbox_id: Option<SandboxId>,
+    /// Its Image.
+    pub image_id: ImageId,
+    /// The Image's name when the Session was made.
+    pub image: String,
+    /// Virtual processors.
+    pub cpus: u32,
+    /// Guest memory.
+    pub memory_mib: u32,
+    /// Scratch disk.
+    pub disk_mib: u32,
+    /// How long the Sandbox stays after the last activity.
+    pub keep_alive_seconds: u64,
+    /// Its network policy.
+    pub network: NetworkSpec,
+    /// Public environment.
+    pub env: BTreeMap<String, String>,
+    /// For filtering.
+    pub labels: BTreeMap<String, String>,
+    /// When it was asked for.
+    pub created_at: jiff::Timestamp,
+    /// When it ends at the latest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<jiff::Timestamp>,
+    /// When the present Sandbox became Active.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub active_at: Option<jiff::Timestamp>,
+    /// Commands that run.
+    pub commands_running: u32,
+    /// How it ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ended: Option<Ended>,
+}
+
+/// What a Session uses now, by the guest's account where it says so.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SessionStats {
+    /// Milliseconds since the guest's start.
+    pub uptime_ms: u64,
+    /// Processor time of the guest's programs, by the guest.
+    pub cpu_ms: u64,
+    /// Memory the guest has.
+    pub memory_bytes: u64,
+    /// Memory in use, by the guest.
+    pub memory_used_bytes: u64,
+    /// Scratch disk.
+    pub disk_bytes: u64,
+    /// Scratch disk in use.
+    pub disk_used_bytes: u64,
+    /// Processes in the guest.
+    pub processes: u32,
+    /// Processor time of the whole Sandbox, by the host.
+    pub host_cpu_ms: u64,
+    /// Memory of the whole Sandbox, by the host.
+    pub host_memory_bytes: u64,
+}
+
+/// One page of a list.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Page<T> {
+    /// The entries, newest first.
+    pub items: Vec<T>,
+    /// Give it as `?cursor=` for the next page; absent at the end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_cursor: Option<String>,
+}
