@@ -243,6 +243,10 @@ pub struct Attach {
     /// With `true`, `Eof` on [`crate::Channel::In`] ends only this side's sending; with `false` the program's input.
     #[n(3)]
     pub keep_input: bool,
+    /// With `true`, every other stream of the target is closed first: their host is gone (a daemon that restarted), and
+    /// a stream that nobody reads any more would hold the program back.
+    #[n(4)]
+    pub sole: Option<bool>,
 }
 
 /// A signal for an Exec.
