@@ -68,7 +68,8 @@ fn is_false(value: &bool) -> bool {
 pub enum OnDisconnect {
     /// It goes on.
     Keep,
-    /// Its tree is killed.
+    /// Its tree is killed when the last caller that waits for it, follows or attaches it is gone; also when its start
+    /// was answered and nobody attaches within 30 seconds.
     Kill,
 }
 

@@ -27,6 +27,15 @@ pub struct Image {
     pub in_use: u32,
 }
 
+/// Answer to `DELETE /v1/images/{image}` and `POST /v1/images/gc`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct RemovedImages {
+    /// What is gone now.
+    pub removed: Vec<Image>,
+    /// Bytes that are free again.
+    pub freed_bytes: u64,
+}
+
 /// Body of `POST /v1/images`: what to build. Files of the recipe come along, since no request names a path of the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

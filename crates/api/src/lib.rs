@@ -11,6 +11,7 @@ mod file;
 mod id;
 mod image;
 mod operator;
+pub mod query;
 mod routes;
 mod session;
 
@@ -24,9 +25,9 @@ pub use command::{
 pub use error::{Ended, Error, ErrorBody, ErrorCode};
 pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
-pub use image::{BuildEvent, BuildImage, Image, RecipeFile};
+pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
-    Check, ConfigShown, DoctorReport, EdgeKey, EdgeState, Health, Leftover, Severity, SweepReport, SweepRequest,
+    Check, ConfigShown, DoctorReport, EdgeKey, EdgeState, Health, Leftover, Ready, Severity, SweepReport, SweepRequest,
     Version,
 };
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};

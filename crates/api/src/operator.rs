@@ -30,6 +30,18 @@ pub struct Health {
     pub status: String,
 }
 
+/// The one JSON line that `pepod serve --ready-fd N` writes to N, and then closes it, once both sockets answer.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ready {
+    /// Path of the operator's socket.
+    pub operator_socket: String,
+    /// Path of the edge's socket.
+    pub edge_socket: String,
+    /// The first key of the instance, on its first start only: nobody can read it again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+}
+
 /// How much a finding matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -1,0 +1,139 @@
+//! What may stand behind the `?` of each route, as types. Field names are the parameters; an unknown one is refused.
+//!
+//! Booleans are `true` or `false`; `label` may be given several times.
+
+use serde::{Deserialize, Serialize};
+
+use crate::session::SessionState;
+
+/// Of `session_list`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListSessions {
+    /// Entries in a page, 1..=1000. 100 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u32>,
+    /// Where the page before ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cursor: Option<String>,
+    /// Only those in this state.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub state: Option<SessionState>,
+    /// Only those with all of these labels, each `key=value`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub label: Vec<String>,
+}
+
+/// Of `session_show`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowSession {
+    /// Answer when the generation is above this one, or when the wait is over.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
+    /// How long to wait for that, 0..=300. 0 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_seconds: Option<u64>,
+}
+
+/// Of `session_console`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowConsole {
+    /// Stay and send what comes. False where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follow: Option<bool>,
+}
+
+/// Of `command_list`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListCommands {
+    /// Entries in a page, 1..=1000. 100 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u32>,
+    /// Where the page before ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cursor: Option<String>,
+}
+
+/// Of `command_show`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowCommand {
+    /// JSON form: how long to wait for the end, 0..=300. 0 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_seconds: Option<u64>,
+    /// First output offset wanted, over both outputs. 0 where absent; `Last-Event-ID` beats it in the event form.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+    /// JSON form: how much of each output the answer carries. 65536 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub max_output_bytes: Option<u64>,
+    /// Event form: stay until the command ends. True where absent; with false what is kept is sent and the stream ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub follow: Option<bool>,
+}
+
+/// Of `command_stdin`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WriteStdin {
+    /// Input offset of the first byte of the body; bytes that are there already are skipped. The end where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+    /// No more input after this. False where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub eof: Option<bool>,
+}
+
+/// Of `command_attach`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttachCommand {
+    /// First output offset wanted, over both outputs. 0 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub offset: Option<u64>,
+}
+
+/// Of `file_read`, `file_stat`, `file_list`, `tar_read` and `tar_write`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AtPath {
+    /// Absolute, or under the user's home directory.
+    pub path: String,
+    /// As whom; the default user where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+}
+
+/// Of `file_write`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WriteFile {
+    /// Absolute, or under the user's home directory.
+    pub path: String,
+    /// As whom; the default user where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// Permission bits as octal text; those of the file it replaces, else 0644, where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mode: Option<String>,
+    /// Whether missing parent directories are made. True where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub parents: Option<bool>,
+}
+
+/// Of `file_remove` and `file_watch`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UnderPath {
+    /// Absolute, or under the user's home directory.
+    pub path: String,
+    /// As whom; the default user where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub user: Option<String>,
+    /// With all that is below. False where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recursive: Option<bool>,
+}
