@@ -113,6 +113,9 @@ pub enum Error {
         /// Its encoded size.
         bytes: usize,
     },
+    /// A frame that the order of its operation does not allow here.
+    #[error("frame out of order: {0}")]
+    Order(&'static str),
     /// The stream ended inside a frame.
     #[error("stream ended inside a frame")]
     Truncated,
@@ -230,15 +233,9 @@ impl Encoder<Frame> for Frames {
                 Ok(())
             }
             Frame::Data { channel, offset, bytes } => {
-                if bytes.is_empty() {
-                    return Err(Error::Malformed("data"));
-                }
-                if bytes.len() > MAX_DATA {
-                    return Err(Error::TooLarge { what: "data", bytes: bytes.len() });
-                }
-                put_head(dst, kind::DATA, DATA_HEAD + bytes.len());
-                dst.put_u8(channel as u8);
-                dst.put_u64_le(offset);
+                let head = data_head(channel, offset, bytes.len())?;
+                dst.reserve(head.len() + bytes.len());
+                dst.put_slice(&head);
                 dst.put_slice(&bytes);
                 Ok(())
             }
@@ -258,6 +255,22 @@ impl Encoder<Frame> for Frames {
             Frame::End(outcome) => put_message(dst, kind::END, "end", &outcome),
         }
     }
+}
+
+/// The bytes of a `Data` frame before its payload, for a writer that sends the payload from where it lies.
+pub fn data_head(channel: Channel, offset: u64, payload: usize) -> Result<[u8; HEADER + DATA_HEAD], Error> {
+    if payload == 0 {
+        return Err(Error::Malformed("data"));
+    }
+    if payload > MAX_DATA {
+        return Err(Error::TooLarge { what: "data", bytes: payload });
+    }
+    let mut head = [0; HEADER + DATA_HEAD];
+    head[..4].copy_from_slice(&((1 + DATA_HEAD + payload) as u32).to_le_bytes());
+    head[4] = kind::DATA;
+    head[5] = channel as u8;
+    head[6..].copy_from_slice(&offset.to_le_bytes());
+    Ok(head)
 }
 
 fn put_head(dst: &mut BytesMut, kind: u8, body: usize) {

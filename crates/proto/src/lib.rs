@@ -18,7 +18,7 @@ mod frame;
 mod message;
 mod op;
 
-pub use frame::{Channel, Error, Frame, Frames, HEADER, MAX_BODY, MAX_DATA};
+pub use frame::{Channel, Error, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, data_head};
 pub use message::{
     Activate, Attach, Cancel, Cause, Dial, EntryKind, Event, Exec, Failure, FailureCode, FileStat, Hello, HelloReply,
     List, Make, MakeKind, OpState, OpSummary, Operation, Outcome, Process, PtySize, Read, Remove, Rename, Request,

@@ -1,1 +1,5 @@
 //! sandbox
+
+pub mod guest;
+
+pub use pepo_proto as proto;

@@ -1,0 +1,279 @@
+//! One stream to the guest: how it is dialled, its reading and its writing half.
+//!
+//! Owns the descriptor. Reads are large and frames are cut out of them without copying; writes go out as vectors, so
+//! payload is never copied either. Neither half half-closes: nothing is said by closing, and [`Wire::close`] ends both.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::{Bytes, BytesMut};
+use pepo_proto::{AGENT_PORT, Channel, Frame, Frames, MAX_DATA, Request, data_head};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
+use tokio::net::UnixStream;
+use tokio_util::codec::Encoder;
+
+use super::Error;
+use super::order::Incoming;
+
+/// Room made before a read. Four frames: fewer system calls than one frame each, and no more memory than a socket holds.
+const READ_ROOM: usize = 256 * 1024;
+
+/// Below this much room a new block is taken, so that a read is never a few bytes at the end of the old one.
+const READ_LEAST: usize = 64 * 1024;
+
+/// Slices per write: a head and a payload for each of eight frames.
+const WRITE_SLICES: usize = 16;
+
+/// The longest answer to CONNECT: `OK `, ten digits, a newline, and some.
+const CONNECT_ANSWER: usize = 32;
+
+type Dialling = Pin<Box<dyn Future<Output = io::Result<OwnedFd>> + Send>>;
+
+/// How a stream to one guest is made.
+#[derive(Clone)]
+pub struct Connector(Arc<Way>);
+
+enum Way {
+    /// The agent itself listens here.
+    Socket(PathBuf),
+    /// A descriptor connected to the VMM's vsock socket, on which a port is then asked for.
+    Vsock(Box<dyn Fn() -> Dialling + Send + Sync>),
+}
+
+impl Connector {
+    /// An agent that listens on a Unix socket: a host process in place of a VMM.
+    pub fn socket(path: impl Into<PathBuf>) -> Self {
+        Connector(Arc::new(Way::Socket(path.into())))
+    }
+
+    /// An agent behind a VMM: `dial` returns a stream connected to the VMM's vsock socket, on which this side then
+    /// asks for the agent's port (`CONNECT <port>`, answered by `OK <n>`).
+    pub fn vsock<F, D>(dial: F) -> Self
+    where
+        F: Fn() -> D + Send + Sync + 'static,
+        D: Future<Output = io::Result<OwnedFd>> + Send + 'static,
+    {
+        Connector(Arc::new(Way::Vsock(Box::new(move || Box::pin(dial())))))
+    }
+
+    /// A connected stream. The caller sets the deadline.
+    pub(super) async fn connect(&self) -> io::Result<UnixStream> {
+        match &*self.0 {
+            Way::Socket(path) => UnixStream::connect(path).await,
+            Way::Vsock(dial) => {
+                let stream = std::os::unix::net::UnixStream::from(dial().await?);
+                stream.set_nonblocking(true)?;
+                let mut stream = UnixStream::from_std(stream)?;
+                stream.write_all(format!("CONNECT {AGENT_PORT}\n").as_bytes()).await?;
+                answer(&mut stream).await?;
+                Ok(stream)
+            }
+        }
+    }
+}
+
+impl std::fmt::Debug for Connector {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match &*self.0 {
+            Way::Socket(path) => write!(f, "Connector({})", path.display()),
+            Way::Vsock(_) => f.write_str("Connector(vsock)"),
+        }
+    }
+}
+
+/// Reads `OK <n>\n` and not one byte more than the answer may have. The agent speaks only when spoken to, so bytes
+/// after the newline are refused rather than kept.
+async fn answer(stream: &mut UnixStream) -> io::Result<()> {
+    let refused = |text: &'static str| io::Error::new(io::ErrorKind::InvalidData, text);
+    let mut answer = [0; CONNECT_ANSWER];
+    let mut length = 0;
+    loop {
+        let read = stream.read(&mut answer[length..]).await?;
+        if read == 0 {
+            return Err(io::Error::new(io::ErrorKind::ConnectionRefused, "nothing listens in the guest"));
+        }
+        length += read;
+        match answer[..length].iter().position(|byte| *byte == b'\n') {
+            Some(end) if end + 1 == length => {
+                let digits = answer[..end].strip_prefix(b"OK ").ok_or(refused("no OK to CONNECT"))?;
+                if digits.is_empty() || !digits.iter().all(u8::is_ascii_digit) {
+                    return Err(refused("no port in the answer to CONNECT"));
+                }
+                return Ok(());
+            }
+            Some(_) => return Err(refused("bytes after the answer to CONNECT")),
+            None if length == answer.len() => return Err(refused("answer to CONNECT is too long")),
+            None => {}
+        }
+    }
+}
+
+/// The descriptor that both halves share.
+#[derive(Debug)]
+pub(super) struct Wire {
+    stream: UnixStream,
+    closed: AtomicBool,
+}
+
+impl Wire {
+    /// Ends the stream in both directions at once, whoever still holds a half.
+    pub(super) fn close(&self) {
+        if !self.closed.swap(true, Ordering::AcqRel) {
+            // An error means that the other side closed first: closed is what was wanted.
+            let _ = rustix::net::shutdown(&self.stream, rustix::net::Shutdown::Both);
+        }
+    }
+
+    /// Waits until the other side has said something, or is gone.
+    pub(super) async fn heard(&self) {
+        while self.stream.readable().await.is_ok() {
+            let peeked = self.stream.try_io(Interest::READABLE, || {
+                Ok(rustix::net::recv(&self.stream, &mut [0_u8; 1], rustix::net::RecvFlags::PEEK)?)
+            });
+            // Ready without anything to read is how a readiness from before shows itself; trying has taken it back.
+            if !matches!(peeked, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
+                return;
+            }
+        }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Acquire)
+    }
+}
+
+/// Makes the two halves of a stream on which `request` will be sent.
+pub(super) fn halves(stream: UnixStream, request: &Request) -> (Reader, Writer) {
+    let wire = Arc::new(Wire { stream, closed: AtomicBool::new(false) });
+    let reader = Reader { wire: wire.clone(), buffer: BytesMut::new(), incoming: Incoming::new(request) };
+    (reader, Writer { wire, queue: VecDeque::new() })
+}
+
+/// The guest's frames, in order or not at all.
+#[derive(Debug)]
+pub(super) struct Reader {
+    wire: Arc<Wire>,
+    buffer: BytesMut,
+    incoming: Incoming,
+}
+
+impl Reader {
+    /// The next frame. After `End`, and after an error, the stream is closed.
+    pub(super) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
+        let polled = self.poll_open(cx);
+        if self.incoming.ended() || matches!(polled, Poll::Ready(Err(_))) {
+            self.wire.close();
+        }
+        polled
+    }
+
+    fn poll_open(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
+        loop {
+            if let Some(frame) = self.incoming.next(&mut self.buffer).map_err(Error::Protocol)? {
+                return Poll::Ready(Ok(frame));
+            }
+            if self.buffer.capacity() - self.buffer.len() < READ_LEAST {
+                self.buffer.reserve(READ_ROOM);
+            }
+            ready!(self.wire.stream.poll_read_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
+            match self.wire.stream.try_read_buf(&mut self.buffer) {
+                Ok(0) => return Poll::Ready(Err(Error::Lost(None))),
+                Ok(_) => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Poll::Ready(Err(Error::Lost(Some(error)))),
+            }
+        }
+    }
+
+    pub(super) fn ended(&self) -> bool {
+        self.incoming.ended()
+    }
+
+    pub(super) fn offset(&self) -> u64 {
+        self.incoming.offset()
+    }
+
+    pub(super) fn wire(&self) -> &Arc<Wire> {
+        &self.wire
+    }
+}
+
+/// Our frames. What was queued is sent whole even when the future that queued it is dropped half-way.
+#[derive(Debug)]
+pub(super) struct Writer {
+    wire: Arc<Wire>,
+    queue: VecDeque<Bytes>,
+}
+
+impl Writer {
+    /// A writer of the same stream with a queue of its own. Only one of them may have anything queued at a time.
+    pub(super) fn another(&self) -> Self {
+        Writer { wire: self.wire.clone(), queue: VecDeque::new() }
+    }
+
+    /// Bytes queued and not yet taken by the stream.
+    pub(super) fn queued(&self) -> usize {
+        self.queue.iter().map(Bytes::len).sum()
+    }
+
+    /// Queues a frame that is not payload.
+    pub(super) fn queue(&mut self, frame: Frame) -> Result<(), Error> {
+        let mut encoded = BytesMut::new();
+        Frames::new().encode(frame, &mut encoded).map_err(Error::Protocol)?;
+        self.queue.push_back(encoded.freeze());
+        Ok(())
+    }
+
+    /// Queues payload, cut into frames where it is longer than one holds.
+    pub(super) fn queue_data(&mut self, channel: Channel, mut offset: u64, mut bytes: Bytes) -> Result<(), Error> {
+        while !bytes.is_empty() {
+            let part = bytes.split_to(bytes.len().min(MAX_DATA));
+            let head = data_head(channel, offset, part.len()).map_err(Error::Protocol)?;
+            offset += part.len() as u64;
+            self.queue.push_back(Bytes::copy_from_slice(&head));
+            self.queue.push_back(part);
+        }
+        Ok(())
+    }
+
+    /// Sends what was queued. [`Error::Ended`] where this side has closed the stream.
+    pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
+        while !self.queue.is_empty() {
+            if self.wire.is_closed() {
+                return Poll::Ready(Err(Error::Ended));
+            }
+            ready!(self.wire.stream.poll_write_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
+            let mut slices = [IoSlice::new(&[]); WRITE_SLICES];
+            let mut used = 0;
+            for (slice, bytes) in slices.iter_mut().zip(&self.queue) {
+                *slice = IoSlice::new(bytes);
+                used += 1;
+            }
+            match self.wire.stream.try_write_vectored(&slices[..used]) {
+                Ok(sent) => self.sent(sent),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(_) if self.wire.is_closed() => return Poll::Ready(Err(Error::Ended)),
+                Err(error) => return Poll::Ready(Err(Error::Lost(Some(error)))),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn sent(&mut self, mut bytes: usize) {
+        while let Some(first) = self.queue.front_mut() {
+            if first.len() > bytes {
+                let _ = first.split_to(bytes);
+                return;
+            }
+            bytes -= first.len();
+            self.queue.pop_front();
+        }
+    }
+}
