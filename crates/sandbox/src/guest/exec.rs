@@ -111,7 +111,7 @@ impl Guest {
     /// Feeds a program from elsewhere than its own stream: take the [`Input`], send, [`Input::eof`], then read to
     /// [`Output::Left`] (or to the program's end, if that is first): only then has the guest taken all of it.
     pub async fn input(&self, target: OpId, end: InputEnd) -> Result<Exec, Error> {
-        self.attach(Attach { target, from: None, input: true, keep_input: end == InputEnd::Keep }).await
+        self.attach(Attach { target, from: None, input: true, keep_input: end == InputEnd::Keep, sole: None }).await
     }
 }
 
