@@ -10,6 +10,10 @@
 //! order    Request -> Accepted -> (Data | Eof | Gap | Event)* -> End       guest's side of the talk
 //!                     (Data | Eof)*                                        host's side, after its Request
 //! end      `End` is last; whoever receives it closes. A stream that ends without it means "unknown"
+//! refusal  `End(Failed)` may come in place of Accepted: nothing was started
+//! bytes    Read, TarOut and Dial send `Eof` on Out before `End(Done)`: bytes without it are not whole; every channel of
+//!          an operation counts its offsets from 0 (also a Read that begins inside its file), an Attach from `from`
+//! once     Started, Stat (of Read and Stat), Hello and Stats come once; Input comes first where an Attach has input
 //! ```
 
 #![forbid(unsafe_code)]

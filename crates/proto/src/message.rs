@@ -40,7 +40,7 @@ pub enum Operation {
     /// Set the size of an Exec's terminal.
     #[n(5)]
     Resize(#[n(0)] Resize),
-    /// End an operation; for an Exec, kill its tree. Answered when it has ended.
+    /// End an operation; for an Exec, kill its tree; for an Attach, only the attachment. Answered when it has ended.
     #[n(6)]
     Cancel(#[n(0)] Cancel),
     /// Which operations there are; answered by [`Event::Ops`].
@@ -79,7 +79,8 @@ pub enum Operation {
     /// Unpack a tar archive from [`crate::Channel::In`].
     #[n(18)]
     TarIn(#[n(0)] TarIn),
-    /// Connect to a TCP port on the guest's loopback and pass bytes both ways, each way ended by its `Eof`.
+    /// Connect to a TCP port on the guest's loopback and pass bytes both ways, each way ended by its `Eof`. Accepted
+    /// once the connection stands, so that whoever dials learns of a refusal first.
     #[n(19)]
     Dial(#[n(0)] Dial),
     /// What the guest uses; answered by [`Event::Stats`].
