@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# `make test`: every ring of tests, real microVMs included. `test.sh [--no-microvm] [nextest arguments…]`.
+source "$(dirname "$0")/say.sh"
+
+microvm=1
+[ "${1:-}" != --no-microvm ] || { microvm=; shift; }
+
+nextest=(cargo nextest)
+"$top/scripts/prepare.sh" test
+cargo nextest --version >/dev/null 2>&1 || nextest=("$tools/cargo-nextest-$nextest_version/bin/cargo-nextest" nextest)
+
+step "Programs under test"
+"$top/scripts/build.sh"
+ok
+
+if [ -n "$microvm" ]; then
+  step "The Image"
+  "$top/scripts/image.sh" base
+  ok
+fi
+
+# What the tests need, in place of guesses: a test that misses one of these fails, it does not skip.
+export PEPO_GUEST=$stage/pepo-guest
+export PEPO_E2E_BIN=$stage
+export PEPO_E2E_IMAGES=$dev_home/state/images
+export PEPO_E2E=$microvm
+skip=()
+[ -n "$microvm" ] || skip=(--exclude pepo-e2e --exclude pepo-hostile)
+
+step "Tests"
+code=0
+run() { "${nextest[@]}" run --locked --workspace "${skip[@]}" --features pepo-daemon/fake --profile ci "$@"; }
+if [ "$(id -u)" = 0 ]; then
+  run "$@" || code=$?
+else
+  # Built as this user, run as root: microVMs and their jails need it.
+  CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="sudo --preserve-env" run "$@" || code=$?
+fi
+
+step "Nothing is left on the host"
+left=$({
+  ls -d /var/lib/pepo-e2e/* 2>/dev/null || true
+  pgrep -fa "^(pepo-keeper|pepo-host|pepod|pepo-edge|$stage)" || true
+} | head -n 20)
+[ -z "$left" ] || { printf '%s\n' "$left" | sed 's/^/      /'; [ "$code" != 0 ] || code=1; }
+[ "$code" = 0 ] || fail "the tests failed"
+ok
+printf '%sAll tests passed%s in %s s.\n' "$green" "$plain" "$(seconds_since "$started")"
