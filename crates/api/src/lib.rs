@@ -36,7 +36,11 @@ pub use session::{
 };
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel
-/// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload.
+/// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload, at most 64 KiB in all.
+///
+/// The daemon sends `Start` before anything else, then output from `?offset=` on, in order and without a hole that no
+/// `Gap` tells; a caller counts what it got over both outputs and comes back with the sum. `Start` also says which input
+/// offset is wanted next: the caller goes on there, so a repeat after a lost connection is never typed twice.
 pub const ATTACH_PROTOCOL: &str = "pepo.attach.v1";
 
 /// Token of the `Upgrade` header that turns a request into raw bytes to a port in the guest.

@@ -1,1 +1,0 @@
-//! The typed client, over a Unix socket or TCP.

@@ -1,0 +1,325 @@
+//! One method per row of the table.
+
+use bytes::Bytes;
+use http::header::{CONNECTION, RANGE, UPGRADE};
+use http::{HeaderMap, HeaderValue, StatusCode};
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+
+use super::attach::{self, Attachment};
+use super::stream::CommandEvents;
+use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
+use crate::query::{
+    AtPath, ListCommands, ListSessions, ShowCommand, ShowConsole, ShowSession, UnderPath, WriteFile, WriteStdin,
+};
+use crate::{
+    BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateCommand, CreateSession, DIAL_UPGRADE, DoctorReport,
+    FileChange, FileEntry, FileList, Health, Image, MakeFile, Output, Page, RemovedImages, RenameFile, SendSignal,
+    Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, UpdateSession, Version, route,
+};
+
+/// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
+const LONG: u64 = 600;
+
+/// Which of a command's outputs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Which {
+    /// Standard output.
+    Stdout,
+    /// Error output.
+    Stderr,
+}
+
+/// Raw bytes both ways.
+pub trait Duplex: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Send + Unpin> Duplex for T {}
+
+impl Client {
+    /// Makes a Session.
+    pub async fn session_create(&self, body: &CreateSession) -> Result<Session, ClientError> {
+        self.json(self.request(&route::session_create, &[])?.with_json(body)?.waiting(LONG)).await
+    }
+
+    /// A page of Sessions.
+    pub async fn session_list(&self, query: &ListSessions) -> Result<Page<Session>, ClientError> {
+        self.json(self.request(&route::session_list, &[])?.with_query(query)?).await
+    }
+
+    /// One Session, by id or name; may wait for a change.
+    pub async fn session_show(&self, session: &str, query: &ShowSession) -> Result<Session, ClientError> {
+        let call = self.request(&route::session_show, &[("session", session)])?.with_query(query)?;
+        self.json(call.waiting(query.wait_seconds.unwrap_or(0))).await
+    }
+
+    /// Changes a Session.
+    pub async fn session_update(&self, session: &str, body: &UpdateSession) -> Result<Session, ClientError> {
+        self.json(self.request(&route::session_update, &[("session", session)])?.with_json(body)?).await
+    }
+
+    /// Ends a Session for good.
+    pub async fn session_terminate(&self, session: &str) -> Result<Session, ClientError> {
+        self.json(self.request(&route::session_terminate, &[("session", session)])?.waiting(60)).await
+    }
+
+    /// Gives its Sandbox back.
+    pub async fn session_release(&self, session: &str) -> Result<Session, ClientError> {
+        self.json(self.request(&route::session_release, &[("session", session)])?.waiting(60)).await
+    }
+
+    /// What it uses.
+    pub async fn session_stats(&self, session: &str) -> Result<SessionStats, ClientError> {
+        self.json(self.request(&route::session_stats, &[("session", session)])?).await
+    }
+
+    /// The guest's console. A guest can write anything there.
+    pub async fn session_console(&self, session: &str, query: &ShowConsole) -> Result<ByteStream, ClientError> {
+        let call = self.request(&route::session_console, &[("session", session)])?.with_query(query)?;
+        let stream = self.bytes(call).await?;
+        Ok(if query.follow == Some(true) { stream.without_idle_limit() } else { stream })
+    }
+
+    /// Runs a command and waits as it says; `state` tells whether that was enough.
+    pub async fn command_create(&self, session: &str, body: &CreateCommand) -> Result<Output, ClientError> {
+        let call = self.request(&route::command_create, &[("session", session)])?.with_json(body)?;
+        self.json(call.waiting(LONG + body.wait_seconds.unwrap_or(30))).await
+    }
+
+    /// Runs a command and follows it; the stream ends with it. Not taken up again: [`Client::command_events`] does that.
+    pub async fn command_create_events(
+        &self,
+        session: &str,
+        body: &CreateCommand,
+    ) -> Result<EventStream<StreamEvent>, ClientError> {
+        let call = self.request(&route::command_create, &[("session", session)])?.with_json(body)?;
+        self.events(call.waiting(LONG)).await
+    }
+
+    /// A page of commands.
+    pub async fn command_list(&self, session: &str, query: &ListCommands) -> Result<Page<Command>, ClientError> {
+        self.json(self.request(&route::command_list, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// A command and what it wrote; may wait for its end.
+    pub async fn command_show(
+        &self,
+        session: &str,
+        command: CommandId,
+        query: &ShowCommand,
+    ) -> Result<Output, ClientError> {
+        let id = command.to_string();
+        let call = self.request(&route::command_show, &[("session", session), ("command", &id)])?.with_query(query)?;
+        self.json(call.waiting(query.wait_seconds.unwrap_or(0))).await
+    }
+
+    /// Follows a command, also across a restart of the daemon.
+    pub fn command_events(&self, session: &str, command: CommandId, query: ShowCommand) -> CommandEvents {
+        CommandEvents::new(self.clone(), session, command, query)
+    }
+
+    pub(super) async fn command_events_once(
+        &self,
+        session: &str,
+        command: CommandId,
+        query: &ShowCommand,
+        last_id: Option<&str>,
+    ) -> Result<EventStream<StreamEvent>, ClientError> {
+        let id = command.to_string();
+        let mut call =
+            self.request(&route::command_show, &[("session", session), ("command", &id)])?.with_query(query)?;
+        if let Some(last) = last_id.and_then(|id| HeaderValue::from_str(id).ok()) {
+            call.headers.insert("last-event-id", last);
+        }
+        self.events(call).await
+    }
+
+    /// Kills a command with its tree.
+    pub async fn command_kill(&self, session: &str, command: CommandId) -> Result<Command, ClientError> {
+        let id = command.to_string();
+        self.json(self.request(&route::command_kill, &[("session", session), ("command", &id)])?).await
+    }
+
+    /// What is kept of one output, from an offset within it on.
+    pub async fn command_output(
+        &self,
+        session: &str,
+        command: CommandId,
+        which: Which,
+        from: u64,
+    ) -> Result<ByteStream, ClientError> {
+        let id = command.to_string();
+        let route = match which {
+            Which::Stdout => &route::command_stdout,
+            Which::Stderr => &route::command_stderr,
+        };
+        let mut call = self.request(route, &[("session", session), ("command", &id)])?;
+        if from > 0
+            && let Ok(range) = HeaderValue::from_str(&format!("bytes={from}-"))
+        {
+            call.headers.insert(RANGE, range);
+        }
+        self.bytes(call).await
+    }
+
+    /// Sends input; with an offset the same bytes may be sent again.
+    pub async fn command_stdin(
+        &self,
+        session: &str,
+        command: CommandId,
+        query: &WriteStdin,
+        bytes: impl Into<Bytes>,
+    ) -> Result<StdinAnswer, ClientError> {
+        let id = command.to_string();
+        let call = self.request(&route::command_stdin, &[("session", session), ("command", &id)])?.with_query(query)?;
+        self.json(call.with_body(OCTETS, body_from(bytes))).await
+    }
+
+    /// Sends a signal.
+    pub async fn command_signal(
+        &self,
+        session: &str,
+        command: CommandId,
+        body: &SendSignal,
+    ) -> Result<(), ClientError> {
+        let id = command.to_string();
+        let call = self.request(&route::command_signal, &[("session", session), ("command", &id)])?;
+        self.empty(call.with_json(body)?).await
+    }
+
+    /// Joins a command from this output offset on.
+    pub fn command_attach(&self, session: &str, command: CommandId, offset: u64) -> Attachment {
+        attach::open(self.clone(), session.to_owned(), command, offset)
+    }
+
+    /// A file's bytes.
+    pub async fn file_read(&self, session: &str, query: &AtPath) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::file_read, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Writes a file, whole or not at all.
+    pub async fn file_write(&self, session: &str, query: &WriteFile, body: Body) -> Result<(), ClientError> {
+        let call = self.request(&route::file_write, &[("session", session)])?.with_query(query)?;
+        self.empty(call.with_body(OCTETS, body)).await
+    }
+
+    /// Removes an entry.
+    pub async fn file_remove(&self, session: &str, query: &UnderPath) -> Result<(), ClientError> {
+        self.empty(self.request(&route::file_remove, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Looks at an entry; a link is not followed.
+    pub async fn file_stat(&self, session: &str, query: &AtPath) -> Result<FileEntry, ClientError> {
+        self.json(self.request(&route::file_stat, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Lists a directory.
+    pub async fn file_list(&self, session: &str, query: &AtPath) -> Result<FileList, ClientError> {
+        self.json(self.request(&route::file_list, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Reports changes until it is dropped.
+    pub async fn file_watch(&self, session: &str, query: &UnderPath) -> Result<EventStream<FileChange>, ClientError> {
+        self.events(self.request(&route::file_watch, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Makes a directory or a link.
+    pub async fn file_make(&self, session: &str, body: &MakeFile) -> Result<(), ClientError> {
+        self.empty(self.request(&route::file_make, &[("session", session)])?.with_json(body)?).await
+    }
+
+    /// Renames an entry.
+    pub async fn file_rename(&self, session: &str, body: &RenameFile) -> Result<(), ClientError> {
+        self.empty(self.request(&route::file_rename, &[("session", session)])?.with_json(body)?).await
+    }
+
+    /// A directory's contents, or a file under its own name, as a tar archive. A guest made it: unpack with care.
+    pub async fn tar_read(&self, session: &str, query: &AtPath) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::tar_read, &[("session", session)])?.with_query(query)?).await
+    }
+
+    /// Unpacks a tar archive into a directory, which is made where missing.
+    pub async fn tar_write(&self, session: &str, query: &AtPath, body: Body) -> Result<(), ClientError> {
+        let call = self.request(&route::tar_write, &[("session", session)])?.with_query(query)?;
+        self.empty(call.with_body("application/x-tar", body)).await
+    }
+
+    /// Connects to a port inside.
+    pub async fn dial(&self, session: &str, port: u16) -> Result<Box<dyn Duplex>, ClientError> {
+        let port = port.to_string();
+        let mut call = self.request(&route::dial, &[("session", session), ("port", &port)])?;
+        upgrade_headers(&mut call.headers);
+        let what = call.what();
+        let answer = self.send(call).await?;
+        if answer.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return Err(ClientError::Unexpected { what, found: answer.status().to_string() });
+        }
+        let upgraded = hyper::upgrade::on(answer).await.map_err(|e| ClientError::transport(what, e))?;
+        Ok(Box::new(TokioIo::new(upgraded)))
+    }
+
+    /// All Images.
+    pub async fn image_list(&self) -> Result<Page<Image>, ClientError> {
+        self.json(self.request(&route::image_list, &[])?).await
+    }
+
+    /// One Image, by name, id or digest.
+    pub async fn image_show(&self, image: &str) -> Result<Image, ClientError> {
+        self.json(self.request(&route::image_show, &[("image", image)])?).await
+    }
+
+    /// Builds an Image and reports how it goes. Dropping the stream gives the build up.
+    pub async fn image_build(&self, body: &BuildImage) -> Result<EventStream<BuildEvent>, ClientError> {
+        self.events(self.request(&route::image_build, &[])?.with_json(body)?).await
+    }
+
+    /// Removes a name, and the Image where it was the last one.
+    pub async fn image_remove(&self, image: &str) -> Result<RemovedImages, ClientError> {
+        self.json(self.request(&route::image_remove, &[("image", image)])?).await
+    }
+
+    /// Removes Images that no name points to and nobody uses.
+    pub async fn image_gc(&self) -> Result<RemovedImages, ClientError> {
+        self.json(self.request(&route::image_gc, &[])?.waiting(LONG)).await
+    }
+
+    /// Which Pepo that is.
+    pub async fn version(&self) -> Result<Version, ClientError> {
+        self.json(self.request(&route::version, &[])?).await
+    }
+
+    /// Every setting and where it came from.
+    pub async fn config_show(&self) -> Result<ConfigShown, ClientError> {
+        self.json(self.request(&route::config_show, &[])?).await
+    }
+
+    /// Looks at the host.
+    pub async fn doctor(&self) -> Result<DoctorReport, ClientError> {
+        self.json(self.request(&route::doctor, &[])?.waiting(60)).await
+    }
+
+    /// Removes what nobody owns.
+    pub async fn sweep(&self, body: &SweepRequest) -> Result<SweepReport, ClientError> {
+        self.json(self.request(&route::sweep, &[])?.with_json(body)?.waiting(60)).await
+    }
+
+    /// Ends the daemon and every Sandbox.
+    pub async fn down(&self) -> Result<(), ClientError> {
+        self.empty(self.request(&route::down, &[])?.waiting(60)).await
+    }
+
+    /// Whether it lives.
+    pub async fn healthz(&self) -> Result<Health, ClientError> {
+        self.json(self.request(&route::healthz, &[])?).await
+    }
+
+    /// Whether it can take work.
+    pub async fn readyz(&self) -> Result<Health, ClientError> {
+        self.json(self.request(&route::readyz, &[])?).await
+    }
+}
+
+const OCTETS: &str = "application/octet-stream";
+
+fn upgrade_headers(headers: &mut HeaderMap) {
+    headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
+    headers.insert(UPGRADE, HeaderValue::from_static(DIAL_UPGRADE));
+}
