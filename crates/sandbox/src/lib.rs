@@ -1,8 +1,32 @@
 //! One microVM and everything it holds on this host.
+//!
+//! ```text
+//! Plan -> Prepared -> Booted -> Warm -> Active -> Exit      boot, activate: pepod's side, async, no rights
+//!              |          |                         |
+//!              '--------- Host ---------------------'       host: the wall; its other side is pepo-host, privileged
+//!                          |
+//!              held, cgroup, disk, keeper, jail, vmm         what a Sandbox holds, and who runs below it
+//! ```
+//! The only crate with privileged code. It speaks of Plans, guests and limits, and does not know for whom they are.
 #![deny(unsafe_code)]
 
+pub mod activate;
+pub mod boot;
+pub mod cgroup;
 pub mod guest;
+pub mod host;
+pub mod id;
 pub mod jail;
+pub mod keeper;
+pub mod plan;
+pub mod proc;
+pub mod registry;
+pub mod rights;
 pub mod sys;
 
+pub use activate::{Active, Cause, Exit, adopt};
+pub use boot::{Booted, Prepared, Warm, boot};
+pub use host::Host;
+pub use id::{SandboxId, Slot, Tag, UidBlock};
 pub use pepo_proto as proto;
+pub use plan::{Plan, StatePath, Vmm};

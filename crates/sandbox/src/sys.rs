@@ -135,3 +135,20 @@ pub fn time_stamp() -> Option<u64> {
 fn check<N: Into<i64> + Copy>(result: N) -> io::Result<N> {
     if result.into() < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }
+
+/// Forks a process that has one thread: `None` in the child. Callers: `host::split`, which looks first that there is no
+/// other thread.
+pub fn fork() -> io::Result<Option<rustix::process::Pid>> {
+    // SAFETY: with a single thread no lock can be held by a thread that the child lacks, so the child may do anything.
+    match unsafe { libc::fork() } {
+        -1 => Err(io::Error::last_os_error()),
+        pid => Ok(rustix::process::Pid::from_raw(pid)),
+    }
+}
+
+/// Watches a descriptor with the runtime's poller, which must be entered. Callers: pepod's side of the wall.
+pub fn watch(fd: OwnedFd, interest: tokio::io::Interest) -> io::Result<tokio::io::unix::AsyncFd<OwnedFd>> {
+    // SAFETY: an OwnedFd always gives the same number, and keeps it open until it is dropped, which is when the poller
+    // lets go of it.
+    unsafe { tokio::io::unix::AsyncFd::register_with_interest(fd, interest) }.map_err(io::Error::from)
+}

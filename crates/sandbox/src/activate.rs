@@ -1,0 +1,322 @@
+//! Activation and the one stop path: `Warm + Activation -> Active -> Exit`.
+//!
+//! Every way a Sandbox ends joins [`Active::stop`]: the guest is asked to shut down if it still can be, the keeper and all
+//! below it are killed, what they left is read, and everything is given back in reverse order. An adopted Sandbox is an
+//! [`Active`] like any other.
+
+use std::time::Duration;
+
+use pepo_proto::Activate;
+use tokio_util::sync::CancellationToken;
+
+use crate::boot::{self, Claim, Error, Step, Warm};
+use crate::guest::Guest;
+use crate::host::{self, Evidence, Host, Keeper};
+use crate::id::SandboxId;
+use crate::keeper::{ExitRecord, Left};
+use crate::plan::Plan;
+
+/// How long a guest may take to become this Sandbox.
+const ACTIVATE_WITHIN: Duration = Duration::from_secs(30);
+
+/// How long a VMM may take to end after its guest said it is shutting down.
+const POWER_OFF_WITHIN: Duration = Duration::from_secs(5);
+
+/// Console lines kept in an [`Exit`].
+const CONSOLE_LINES: usize = 20;
+
+/// Why a Sandbox ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Cause {
+    /// It was asked to, by [`Active::stop`].
+    Stopped,
+    /// The host's kernel killed a process of it for memory.
+    OutOfMemory,
+    /// The guest's kernel panicked.
+    GuestPanic,
+    /// The guest's first process died.
+    GuestInitDied,
+    /// The guest switched itself off or restarted.
+    GuestOff,
+    /// The VMM or its vsock device ended otherwise.
+    VmmExit,
+    /// Its keeper was killed: nothing was written.
+    KilledOutside,
+    /// None of these can be told.
+    Unknown,
+}
+
+impl Cause {
+    /// Its name outside.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Cause::Stopped => "stopped",
+            Cause::OutOfMemory => "out_of_memory",
+            Cause::GuestPanic => "guest_panic",
+            Cause::GuestInitDied => "guest_init_died",
+            Cause::GuestOff => "guest_off",
+            Cause::VmmExit => "vmm_exit",
+            Cause::KilledOutside => "killed_outside",
+            Cause::Unknown => "unknown",
+        }
+    }
+}
+
+impl std::fmt::Display for Cause {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+/// A Sandbox's end.
+#[derive(Clone, Debug)]
+pub struct Exit {
+    /// Whose.
+    pub id: SandboxId,
+    /// Why.
+    pub cause: Cause,
+    /// One sentence for people, safe to show.
+    pub detail: String,
+    /// The last lines of its console, safe to show.
+    pub console: Vec<String>,
+    /// What the keeper wrote.
+    pub record: Option<ExitRecord>,
+    /// Whether everything was given back; if not, [`Host::release`] again.
+    pub released: Result<(), host::Error>,
+}
+
+impl std::fmt::Display for Exit {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({})", self.detail, self.cause)
+    }
+}
+
+impl Warm {
+    /// Makes it this Sandbox: once, and there is no way back.
+    ///
+    /// # Errors
+    /// [`Error::Guest`], [`Error::Ended`], [`Error::Silent`], [`Error::Cancelled`]; everything has been given back then.
+    pub async fn activate(self, activation: Activate, cancel: &CancellationToken) -> Result<Active, Error> {
+        let Warm { claim, plan, keeper, guest, .. } = self;
+        let id = plan.id;
+        let outcome = tokio::select! {
+            biased;
+            () = cancel.cancelled() => Err(Error::Cancelled { id }),
+            () = keeper.ended() => return Err(boot::ended(claim, Step::Activate).await),
+            done = tokio::time::timeout(ACTIVATE_WITHIN, guest.activate(activation)) => match done {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(source)) => Err(Error::Guest { step: Step::Activate, id, source: source.into() }),
+                Err(_) => Err(Error::Silent { id, within: ACTIVATE_WITHIN, console: Vec::new() }),
+            },
+        };
+        match outcome {
+            Ok(()) => Ok(Active { claim, plan, keeper, guest }),
+            Err(error) => Err(boot::give_back(claim, error).await),
+        }
+    }
+}
+
+/// A Sandbox that serves.
+#[derive(Debug)]
+pub struct Active {
+    claim: Claim,
+    plan: Plan,
+    keeper: Keeper,
+    guest: Guest,
+}
+
+/// Takes over a Sandbox that an earlier life of pepod activated. Whether it *was* activated is the caller's to know: one
+/// that nobody claimed is released instead.
+///
+/// # Errors
+/// It does not run (any more): [`Host::evidence`] tells how it ended, [`Host::release`] gives it back.
+pub async fn adopt(host: &Host, id: SandboxId) -> Result<Active, host::Error> {
+    let (plan, keeper) = host.adopt(id).await?;
+    Ok(Active { claim: Claim::new(host.clone(), id), plan, keeper, guest: host.guest(id) })
+}
+
+impl Active {
+    /// Which it is.
+    pub fn id(&self) -> SandboxId {
+        self.plan.id
+    }
+
+    /// What it was made of.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The guest's operations. Cheap to clone; its streams end when the Sandbox does.
+    pub fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    /// Returns when it has ended by itself, at once every time after that. [`Active::stop`] then says how and gives it back.
+    pub async fn wait(&self) {
+        self.keeper.ended().await;
+    }
+
+    /// A watch on its end that outlives this borrow.
+    pub fn keeper(&self) -> Keeper {
+        self.keeper.clone()
+    }
+
+    /// What it uses on the host now.
+    ///
+    /// # Errors
+    /// As [`Host::usage`].
+    pub async fn usage(&self) -> Result<host::Usage, host::Error> {
+        self.claim.host().usage(self.id()).await
+    }
+
+    /// What its console printed last.
+    ///
+    /// # Errors
+    /// As [`Host::evidence`].
+    pub async fn console(&self) -> Result<crate::keeper::Console, host::Error> {
+        Ok(self.claim.host().evidence(self.id()).await?.console)
+    }
+
+    /// The one stop path. With a grace the guest is asked to end its programs and flush first; `Duration::ZERO` asks nothing.
+    /// What had ended before is told as it ended, else the cause is [`Cause::Stopped`].
+    pub async fn stop(self, grace: Duration) -> Exit {
+        let Active { claim, keeper, guest, .. } = self;
+        if keeper.has_ended() {
+            return collect(claim, Asked::No).await;
+        }
+        if !grace.is_zero() {
+            let asked = tokio::time::timeout(grace, guest.shutdown(grace));
+            tokio::select! {
+                biased;
+                () = keeper.ended() => {}
+                asked = asked => match asked {
+                    Ok(Ok(())) => {
+                        let _ = tokio::time::timeout(POWER_OFF_WITHIN.min(grace), keeper.ended()).await;
+                    }
+                    Ok(Err(error)) => tracing::debug!(sandbox = %claim.id(), %error, "the guest did not take the shutdown"),
+                    Err(_) => tracing::debug!(sandbox = %claim.id(), "the guest did not shut down in time"),
+                },
+            }
+        }
+        collect(claim, Asked::Yes).await
+    }
+}
+
+/// Whether the end was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Asked {
+    /// By us.
+    Yes,
+    /// It came by itself.
+    No,
+}
+
+/// Reads what is left, gives everything back, and says how it ended.
+pub(crate) async fn collect(claim: Claim, asked: Asked) -> Exit {
+    let id = claim.id();
+    let evidence = claim.host().evidence(id).await.unwrap_or_else(|error| {
+        tracing::debug!(sandbox = %id, %error, "no evidence");
+        Evidence::default()
+    });
+    let released = claim.release().await;
+    exit(id, evidence, asked, released)
+}
+
+/// Tells the cause from the evidence. A guest can forge its console: it names a cause here and decides nothing.
+pub(crate) fn exit(id: SandboxId, evidence: Evidence, asked: Asked, released: Result<(), host::Error>) -> Exit {
+    let Evidence { exit: record, console } = evidence;
+    let (cause, detail) = match (&record, asked) {
+        (_, Asked::Yes) => (Cause::Stopped, "stopped as asked".to_owned()),
+        (None, Asked::No) => (Cause::KilledOutside, "killed from outside: its keeper wrote nothing".to_owned()),
+        (Some(record), Asked::No) => told(record, &console.bytes),
+    };
+    Exit { id, cause, detail, console: console.last_lines(CONSOLE_LINES), record, released }
+}
+
+fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
+    if record.oom_kills > 0 && record.signal == Some(9) {
+        return (Cause::OutOfMemory, "the host's kernel killed it for memory".to_owned());
+    }
+    let who = match record.left {
+        Left::Vmm => "VMM",
+        Left::Vsock => "vsock device",
+        Left::Keeper => "keeper",
+    };
+    let how = match (record.code, record.signal) {
+        (_, Some(signal)) => format!("{who} ended by signal {signal}"),
+        (Some(code), None) => format!("{who} ended with code {code}"),
+        (None, None) => format!("{who} gave up"),
+    };
+    let off = record.shutdown.as_deref();
+    match off {
+        Some("guest-shutdown") => (Cause::GuestOff, "the guest switched itself off".to_owned()),
+        Some("guest-reset" | "guest-panic") => match panic(console) {
+            Some(Cause::GuestInitDied) => (Cause::GuestInitDied, "the guest's first process died".to_owned()),
+            Some(_) => (Cause::GuestPanic, "the guest's kernel panicked".to_owned()),
+            None if off == Some("guest-panic") => (Cause::GuestPanic, "the guest's kernel panicked".to_owned()),
+            None => (Cause::GuestOff, "the guest restarted itself".to_owned()),
+        },
+        _ => {
+            let said = crate::keeper::escape(record.stderr.trim(), 400);
+            let detail = if said.is_empty() { how } else { format!("{how}: {said}") };
+            (Cause::VmmExit, detail)
+        }
+    }
+}
+
+/// The kernel's last words, if they are there.
+fn panic(console: &[u8]) -> Option<Cause> {
+    let text = String::from_utf8_lossy(console);
+    let at = text.rfind("Kernel panic - not syncing")?;
+    let line = text[at..].lines().next().unwrap_or_default();
+    Some(if line.contains("Attempted to kill init") { Cause::GuestInitDied } else { Cause::GuestPanic })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::Slot;
+    use crate::keeper::Console;
+
+    fn record() -> ExitRecord {
+        ExitRecord {
+            left: Left::Vmm,
+            code: Some(0),
+            signal: None,
+            oom_kills: 0,
+            shutdown: None,
+            stderr: String::new(),
+            at_unix_ms: 1,
+        }
+    }
+
+    fn cause(record: Option<ExitRecord>, console: &str, asked: Asked) -> Exit {
+        let id = SandboxId::new(Slot::new(1).expect("slot"));
+        let console = Console { bytes: console.into(), ..Console::default() };
+        exit(id, Evidence { exit: record, console }, asked, Ok(()))
+    }
+
+    #[test]
+    fn each_end_has_its_cause() {
+        let reset = || Some(ExitRecord { shutdown: Some("guest-reset".into()), ..record() });
+        let init = "[ 3.1] Kernel panic - not syncing: Attempted to kill init! exitcode=0x00000009\n[ 3.1] Rebooting";
+        let panicked = "[ 3.1] Kernel panic - not syncing: sysrq triggered crash\n";
+        assert_eq!(cause(reset(), init, Asked::No).cause, Cause::GuestInitDied);
+        assert_eq!(cause(reset(), panicked, Asked::No).cause, Cause::GuestPanic);
+        assert_eq!(cause(reset(), "all is well", Asked::No).cause, Cause::GuestOff);
+        let off = ExitRecord { shutdown: Some("guest-shutdown".into()), ..record() };
+        assert_eq!(cause(Some(off), panicked, Asked::No).cause, Cause::GuestOff);
+        let killed = ExitRecord { code: None, signal: Some(9), ..record() };
+        assert_eq!(cause(Some(killed.clone()), "", Asked::No).cause, Cause::VmmExit);
+        assert_eq!(cause(Some(ExitRecord { oom_kills: 1, ..killed }), "", Asked::No).cause, Cause::OutOfMemory);
+        assert_eq!(cause(None, "", Asked::No).cause, Cause::KilledOutside);
+        assert_eq!(cause(None, "", Asked::Yes).cause, Cause::Stopped);
+    }
+
+    #[test]
+    fn what_a_program_said_is_shown_escaped() {
+        let said = ExitRecord { stderr: "qemu: \u{1b}[2J no\nsecond".into(), code: Some(1), ..record() };
+        let exit = cause(Some(said), "", Asked::No);
+        assert!(exit.detail.contains("code 1") && !exit.detail.chars().any(char::is_control), "{}", exit.detail);
+    }
+}

@@ -1,0 +1,348 @@
+//! Booting: `Plan -> Prepared -> Booted -> Warm`, each step consuming the last, so that none can be skipped.
+//!
+//! ```text
+//! Plan ──prepare──▶ Prepared ──start──▶ Booted ──hello──▶ Warm ──activate──▶ Active ──stop──▶ Exit
+//!        directory,           keeper,            the guest        this            the one
+//!        cgroup, disk         VMM, vsock         answers          Sandbox         stop path
+//! ```
+//! A step that fails, is cancelled, or whose result is dropped gives everything back. Nothing returns a [`Warm`] from an
+//! `Active`: a Sandbox serves once.
+
+use std::time::{Duration, Instant};
+
+use pepo_proto::HelloReply;
+use tokio_util::sync::CancellationToken;
+
+use crate::guest::{self, Guest};
+use crate::host::{self, Host, Keeper};
+use crate::id::SandboxId;
+use crate::plan::{self, Plan};
+
+/// How long a guest may take from its VMM's start to its first answer. In software emulation on a busy machine of two cores
+/// 2 s are usual; twenty boots at once were seen to need ten times that.
+pub const HELLO_WITHIN: Duration = Duration::from_secs(90);
+
+/// Why there is no Sandbox.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The Plan is not one.
+    #[error("plan of {id}")]
+    Plan {
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+        /// What is wrong.
+        source: plan::Error,
+    },
+    /// The privileged side did not do its part.
+    #[error("{step} {id}")]
+    Host {
+        /// Which part.
+        step: Step,
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+        /// Why not.
+        source: host::Error,
+    },
+    /// The guest or its VMM ended before it answered.
+    #[error("{id} ended while it {step}: {detail}")]
+    Ended {
+        /// What was done.
+        step: Step,
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+        /// How it ended.
+        detail: Box<crate::activate::Exit>,
+    },
+    /// The guest did not answer in time.
+    #[error("the guest of {id} was silent for {} s", within.as_secs())]
+    Silent {
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+        /// The deadline that passed.
+        within: Duration,
+        /// What its console said last.
+        console: Vec<String>,
+    },
+    /// The guest refused.
+    #[error("the guest of {id} failed to {step}")]
+    Guest {
+        /// What was done.
+        step: Step,
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+        /// What it said.
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
+    /// The caller's token was cancelled.
+    #[error("{id} was cancelled")]
+    Cancelled {
+        /// The Sandbox that was wanted.
+        id: SandboxId,
+    },
+}
+
+/// A step of the line.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Step {
+    /// Taking what does not run.
+    Prepare,
+    /// Starting what runs.
+    Start,
+    /// The guest's first answer.
+    Hello,
+    /// Making it this Sandbox.
+    Activate,
+    /// Asking the guest to end.
+    Shutdown,
+    /// Giving everything back.
+    Release,
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Step::Prepare => "prepare",
+            Step::Start => "start",
+            Step::Hello => "boot",
+            Step::Activate => "activate",
+            Step::Shutdown => "shut down",
+            Step::Release => "release",
+        })
+    }
+}
+
+/// A Sandbox's claim on the host. Released by whoever ends it; a drop without that is a fault, told and then mended.
+#[derive(Debug)]
+pub(crate) struct Claim {
+    host: Host,
+    id: SandboxId,
+    released: bool,
+}
+
+impl Claim {
+    pub(crate) fn new(host: Host, id: SandboxId) -> Self {
+        Claim { host, id, released: false }
+    }
+
+    pub(crate) fn host(&self) -> &Host {
+        &self.host
+    }
+
+    pub(crate) fn id(&self) -> SandboxId {
+        self.id
+    }
+
+    /// Gives everything back.
+    pub(crate) async fn release(mut self) -> Result<(), host::Error> {
+        let released = self.host.release(self.id).await;
+        // Answered either way: what is owed now is the caller's to repeat, not the drop's.
+        self.released = true;
+        released
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if !self.released {
+            tracing::warn!(sandbox = %self.id, "dropped without a release; releasing now");
+            self.host.release_later(self.id);
+        }
+    }
+}
+
+/// What does not run is there.
+#[derive(Debug)]
+pub struct Prepared {
+    claim: Claim,
+    plan: Plan,
+}
+
+/// VMM and vsock device run.
+#[derive(Debug)]
+pub struct Booted {
+    claim: Claim,
+    plan: Plan,
+    keeper: Keeper,
+    since: Instant,
+}
+
+/// The guest answers and is nobody's yet.
+#[derive(Debug)]
+pub struct Warm {
+    pub(crate) claim: Claim,
+    pub(crate) plan: Plan,
+    pub(crate) keeper: Keeper,
+    pub(crate) guest: Guest,
+    hello: HelloReply,
+    took: Duration,
+}
+
+/// The whole line from a Plan to a guest that answers.
+///
+/// # Errors
+/// Whatever step failed; everything has been given back then (or is owed, which the log tells).
+pub async fn boot(host: &Host, plan: Plan, cancel: &CancellationToken) -> Result<Warm, Error> {
+    Prepared::new(host, plan, cancel).await?.start(cancel).await?.hello(cancel).await
+}
+
+impl Prepared {
+    /// Checks the Plan and takes what a Sandbox needs before it runs.
+    ///
+    /// # Errors
+    /// [`Error::Plan`], [`Error::Host`], [`Error::Cancelled`].
+    pub async fn new(host: &Host, plan: Plan, cancel: &CancellationToken) -> Result<Self, Error> {
+        let id = plan.id;
+        // The slot is taken since the id was made, so the claim begins here, before any check can fail.
+        let claim = Claim::new(host.clone(), id);
+        if let Err(source) = plan.check() {
+            return Err(give_back(claim, Error::Plan { id, source }).await);
+        }
+        match step(cancel, host.prepare(&plan)).await {
+            Some(Ok(())) => Ok(Prepared { claim, plan }),
+            Some(Err(source)) => Err(give_back(claim, Error::Host { step: Step::Prepare, id, source }).await),
+            None => Err(give_back(claim, Error::Cancelled { id }).await),
+        }
+    }
+
+    /// Starts keeper, VMM and vsock device.
+    ///
+    /// # Errors
+    /// [`Error::Host`], [`Error::Cancelled`].
+    pub async fn start(self, cancel: &CancellationToken) -> Result<Booted, Error> {
+        let Prepared { claim, plan } = self;
+        let (id, since) = (plan.id, Instant::now());
+        let started = step(cancel, claim.host.start(id)).await;
+        match started {
+            Some(Ok(keeper)) => Ok(Booted { claim, plan, keeper, since }),
+            Some(Err(source)) => Err(give_back(claim, Error::Host { step: Step::Start, id, source }).await),
+            None => Err(give_back(claim, Error::Cancelled { id }).await),
+        }
+    }
+
+    /// Gives everything back.
+    ///
+    /// # Errors
+    /// What is left.
+    pub async fn release(self) -> Result<(), host::Error> {
+        self.claim.release().await
+    }
+}
+
+/// How long between two tries to reach a guest that does not answer yet.
+const KNOCK: Duration = Duration::from_millis(20);
+
+/// How long one try may take before the next: a guest that listens answers in milliseconds, and one that does not yet is
+/// answered by no one (the vsock device has no reset for a port without a listener).
+const ANSWER_WITHIN: Duration = Duration::from_secs(2);
+
+impl Booted {
+    /// Waits for the guest's first answer.
+    ///
+    /// # Errors
+    /// [`Error::Ended`], [`Error::Silent`], [`Error::Guest`] (the generations do not meet), [`Error::Cancelled`].
+    pub async fn hello(self, cancel: &CancellationToken) -> Result<Warm, Error> {
+        let Booted { claim, plan, keeper, since } = self;
+        let id = plan.id;
+        let guest = claim.host.guest(id);
+        let knocking = tokio::time::timeout(HELLO_WITHIN, knock(&guest));
+        let outcome = tokio::select! {
+            biased;
+            () = cancel.cancelled() => Err(Error::Cancelled { id }),
+            () = keeper.ended() => return Err(ended(claim, Step::Hello).await),
+            answered = knocking => match answered {
+                Ok(Ok(hello)) => Ok(hello),
+                Ok(Err(source)) => Err(Error::Guest { step: Step::Hello, id, source: source.into() }),
+                Err(_) => Err(Error::Silent { id, within: HELLO_WITHIN, console: console(&claim).await }),
+            },
+        };
+        match outcome {
+            Ok(hello) => Ok(Warm { claim, plan, keeper, guest, hello, took: since.elapsed() }),
+            Err(error) => Err(give_back(claim, error).await),
+        }
+    }
+
+    /// Ends it and gives everything back.
+    ///
+    /// # Errors
+    /// What is left.
+    pub async fn release(self) -> Result<(), host::Error> {
+        self.claim.release().await
+    }
+}
+
+impl Warm {
+    /// Whose it is.
+    pub fn id(&self) -> SandboxId {
+        self.plan.id
+    }
+
+    /// What it was made of.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// What the guest said of itself.
+    pub fn hello(&self) -> &HelloReply {
+        &self.hello
+    }
+
+    /// From the start of its processes to its first answer.
+    pub fn took(&self) -> Duration {
+        self.took
+    }
+
+    /// Returns when it has ended by itself; then [`Warm::release`] it.
+    pub async fn ended(&self) {
+        self.keeper.ended().await;
+    }
+
+    /// Ends it and gives everything back: nobody used it, so there is nothing to flush.
+    ///
+    /// # Errors
+    /// What is left.
+    pub async fn release(self) -> Result<(), host::Error> {
+        self.claim.release().await
+    }
+}
+
+/// Runs one step unless the caller's token is cancelled first (`None`). A request that was sent goes on over there; the
+/// release that follows waits for it.
+pub(crate) async fn step<T>(cancel: &CancellationToken, work: impl Future<Output = T>) -> Option<T> {
+    tokio::select! {
+        biased;
+        () = cancel.cancelled() => None,
+        done = work => Some(done),
+    }
+}
+
+/// Gives everything back after a failure, which stays the failure that is told.
+pub(crate) async fn give_back(claim: Claim, error: Error) -> Error {
+    let id = claim.id;
+    if let Err(owed) = claim.release().await {
+        tracing::error!(sandbox = %id, error = %owed, "not everything was given back");
+    }
+    error
+}
+
+/// How a Sandbox that ended by itself ended, everything given back.
+pub(crate) async fn ended(claim: Claim, step: Step) -> Error {
+    let id = claim.id;
+    let exit = crate::activate::collect(claim, crate::activate::Asked::No).await;
+    Error::Ended { step, id, detail: Box::new(exit) }
+}
+
+async fn console(claim: &Claim) -> Vec<String> {
+    claim.host.evidence(claim.id).await.map(|evidence| evidence.console.last_lines(20)).unwrap_or_default()
+}
+
+/// Says Hello until it is answered. Only an answer that can never become another ends it.
+async fn knock(guest: &Guest) -> Result<HelloReply, guest::Error> {
+    loop {
+        match tokio::time::timeout(ANSWER_WITHIN, guest.hello()).await {
+            Ok(Ok(hello)) => return Ok(hello),
+            Ok(Err(error @ (guest::Error::Failed(_) | guest::Error::Protocol(_)))) => return Err(error),
+            Ok(Err(_)) => tokio::time::sleep(KNOCK).await,
+            Err(_) => {}
+        }
+    }
+}

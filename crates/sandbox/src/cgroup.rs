@@ -1,0 +1,642 @@
+//! Control groups: one leaf per Sandbox in every hierarchy that caps, counts, freezes or kills.
+//!
+//! Works on v2, on v1, and on hybrid hosts, where a leaf in the (empty) v2 tree serves identity and `cgroup.kill`. A leaf
+//! lies directly below the root that this host shows, or below our own cgroup where systemd has delegated it to us: a place
+//! that is the same for the next pepod, wherever that is started from. The name carries the instance's tag.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::host::Usage;
+use crate::id::{Names, SandboxId, Tag};
+use crate::proc;
+
+/// Controllers a Sandbox is capped and counted by.
+const NEEDED: [&str; 3] = ["cpu", "memory", "pids"];
+
+/// v1 controllers in which a leaf is made.
+const USED_V1: [&str; 5] = ["cpu", "cpuacct", "memory", "pids", "freezer"];
+
+/// The period of a cpu quota, in microseconds: the kernel's default.
+const PERIOD_US: u64 = 100_000;
+
+/// How long between two looks at a cgroup that empties.
+const LOOK: Duration = Duration::from_millis(4);
+
+/// Where the leaf of pepod's own processes is, below a delegated cgroup: v2 forbids processes beside sub-groups.
+const OWN_LEAF: &str = "pepod";
+
+/// Why a cgroup is not as wanted.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The host has no usable hierarchy for these.
+    #[error("no cgroup hierarchy offers {0}")]
+    Absent(String),
+    /// A file or directory of it refuses.
+    #[error("{what} {}", path.display())]
+    Io {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: io::Error,
+    },
+    /// Processes are still there after the deadline.
+    #[error("{count} processes are left in {name}")]
+    Populated {
+        /// The leaf.
+        name: String,
+        /// How many.
+        count: usize,
+    },
+}
+
+fn at<'a>(what: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> Error + 'a {
+    move |source| Error::Io { what, path: path.to_owned(), source }
+}
+
+/// What a Sandbox's processes may use together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Limits {
+    /// Memory, in bytes; swap is off where the kernel can say so.
+    pub memory_bytes: u64,
+    /// Processor time, in processors.
+    pub cpus: u32,
+    /// Processes and threads.
+    pub pids: u64,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Version {
+    V1(Vec<String>),
+    V2 { controllers: Vec<String> },
+}
+
+/// One hierarchy and the directory in which our leaves are.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Hierarchy {
+    base: PathBuf,
+    version: Version,
+}
+
+/// The hierarchies of this host that a Sandbox is in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Hierarchies(Vec<Hierarchy>);
+
+impl Hierarchies {
+    /// Looks at what is mounted.
+    ///
+    /// # Errors
+    /// [`Error::Absent`] when cpu, memory or pids cannot be capped; [`Error::Io`].
+    pub fn detect() -> Result<Self, Error> {
+        let path = Path::new("/proc/self/mountinfo");
+        let mounts = fs::read_to_string(path).map_err(at("read", path))?;
+        let own = proc::cgroups(std::process::id()).map_err(at("read", Path::new("/proc/self/cgroup")))?;
+        let own_v2 = own.iter().find(|(number, _, _)| *number == 0).map(|(_, _, path)| path.as_str());
+        Self::from_mounts(&mounts, own_v2)
+    }
+
+    fn from_mounts(mountinfo: &str, own_v2: Option<&str>) -> Result<Self, Error> {
+        let mut found: Vec<Hierarchy> = Vec::new();
+        for (kind, mount, options) in mountinfo.lines().filter_map(cgroup_mount) {
+            let version = if kind == "cgroup2" {
+                let base = delegated(&mount, own_v2).unwrap_or_else(|| mount.clone());
+                let controllers = words(&base.join("cgroup.controllers"));
+                if !found.iter().any(|one| matches!(one.version, Version::V2 { .. })) {
+                    found.push(Hierarchy { base, version: Version::V2 { controllers } });
+                }
+                continue;
+            } else {
+                let names = options.split(',').filter(|name| USED_V1.contains(name)).map(str::to_owned);
+                Version::V1(names.collect())
+            };
+            let Version::V1(names) = &version else { continue };
+            if !names.is_empty() && !found.iter().any(|one| one.version == version) {
+                found.push(Hierarchy { base: mount, version });
+            }
+        }
+        let all = Hierarchies(found);
+        let missing: Vec<&str> = NEEDED.into_iter().filter(|name| all.with(name).is_none()).collect();
+        if missing.is_empty() { Ok(all) } else { Err(Error::Absent(missing.join(", "))) }
+    }
+
+    fn with(&self, controller: &str) -> Option<&Hierarchy> {
+        self.0.iter().find(|one| match &one.version {
+            Version::V1(names) => names.iter().any(|name| name == controller),
+            Version::V2 { controllers } => controllers.iter().any(|name| name == controller),
+        })
+    }
+
+    fn v2(&self) -> Option<&Hierarchy> {
+        self.0.iter().find(|one| matches!(one.version, Version::V2 { .. }))
+    }
+
+    /// One line for people: which hierarchies there are.
+    pub fn describe(&self) -> String {
+        let v1 = self.0.iter().any(|one| matches!(one.version, Version::V1(_)));
+        match (v1, self.v2().is_some()) {
+            (true, true) => "cgroup v1 and v2 (hybrid)".to_owned(),
+            (true, false) => "cgroup v1".to_owned(),
+            _ => "cgroup v2".to_owned(),
+        }
+    }
+
+    /// Whether a host out of memory could still swap a Sandbox out: v1 without swap accounting.
+    pub fn swap_is_capped(&self) -> bool {
+        self.with("memory").is_some_and(|one| match one.version {
+            Version::V1(_) => one.base.join("memory.memsw.limit_in_bytes").exists(),
+            Version::V2 { .. } => true,
+        })
+    }
+
+    /// Readies the place of the leaves: on v2 the controllers must be handed down, and processes may not sit beside
+    /// sub-groups, so those of ours that do move to a leaf of their own.
+    ///
+    /// # Errors
+    /// [`Error::Io`]: the kernel does not hand the controllers down (foreign processes sit in the cgroup itself).
+    pub fn ready(&self) -> Result<(), Error> {
+        let Some(Hierarchy { base, version: Version::V2 { controllers } }) = self.v2() else { return Ok(()) };
+        let handed = base.join("cgroup.subtree_control");
+        let wanted: Vec<String> = NEEDED
+            .iter()
+            .filter(|name| {
+                controllers.iter().any(|have| have == *name) && !words(&handed).iter().any(|have| have == *name)
+            })
+            .map(|name| format!("+{name}"))
+            .collect();
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let procs = base.join("cgroup.procs");
+        let sitting = fs::read_to_string(&procs).map_err(at("read", &procs))?;
+        let ours = std::process::id().to_string();
+        if base.join("cgroup.type").exists() && sitting.lines().any(|pid| pid == ours) {
+            let leaf = base.join(OWN_LEAF);
+            make(&leaf)?;
+            for pid in sitting.lines() {
+                // One that ended meanwhile need not move.
+                let _ = put(&leaf.join("cgroup.procs"), pid);
+            }
+        }
+        put(&handed, &wanted.join(" ")).map_err(at("hand controllers down in", &handed))
+    }
+
+    /// Ids of the Sandboxes that have a leaf anywhere, for that tag.
+    pub fn tagged(&self, tag: Tag) -> Vec<SandboxId> {
+        let mut ids: Vec<SandboxId> = self
+            .0
+            .iter()
+            .flat_map(|one| fs::read_dir(&one.base).into_iter().flatten().flatten())
+            .filter_map(|entry| Names::from_cgroup(tag, entry.file_name().to_str()?))
+            .collect();
+        ids.sort_unstable();
+        ids.dedup();
+        ids
+    }
+
+    /// The leaf of that name. Makes nothing.
+    pub fn leaf(&self, name: impl Into<String>) -> Leaf<'_> {
+        Leaf { all: self, name: name.into() }
+    }
+}
+
+/// Kind, mount point and options of a cgroup mount whose root is the hierarchy's (as far as this namespace shows it).
+fn cgroup_mount(line: &str) -> Option<(&str, PathBuf, &str)> {
+    let (left, right) = line.split_once(" - ")?;
+    let mut right = right.split(' ');
+    let kind = right.next().filter(|kind| matches!(*kind, "cgroup" | "cgroup2"))?;
+    let options = right.nth(1)?;
+    let mount = left.split(' ').nth(4)?;
+    Some((kind, PathBuf::from(mount.replace("\\040", " ")), options))
+}
+
+/// Our own cgroup, if systemd says that it is ours to divide.
+fn delegated(mount: &Path, own: Option<&str>) -> Option<PathBuf> {
+    let own = own?.trim_start_matches('/');
+    // Of a leaf that an earlier call made, the parent is meant.
+    let own = own.strip_suffix(OWN_LEAF).map_or(own, |parent| parent.trim_end_matches('/'));
+    if own.is_empty() {
+        return None;
+    }
+    let path = mount.join(own);
+    let mut value = [0; 8];
+    let is = |name: &str, value: &mut [u8]| {
+        rustix::fs::getxattr(&path, name, &mut *value).is_ok_and(|n| n >= 1 && value[0] == b'1')
+    };
+    (is("trusted.delegate", &mut value) || is("user.delegate", &mut value)).then_some(path)
+}
+
+fn words(path: &Path) -> Vec<String> {
+    fs::read_to_string(path).unwrap_or_default().split_whitespace().map(str::to_owned).collect()
+}
+
+fn put(path: &Path, text: &str) -> io::Result<()> {
+    File::options().write(true).open(path)?.write_all(text.as_bytes())
+}
+
+fn make(path: &Path) -> Result<(), Error> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(at("make", path)(error)),
+        _ => Ok(()),
+    }
+}
+
+/// One Sandbox's cgroup: a directory of the same name in each hierarchy.
+#[derive(Debug)]
+pub struct Leaf<'a> {
+    all: &'a Hierarchies,
+    name: String,
+}
+
+impl Leaf<'_> {
+    fn paths(&self) -> impl Iterator<Item = PathBuf> {
+        self.all.0.iter().map(|one| one.base.join(&self.name))
+    }
+
+    fn file(&self, controller: &str, v1: &str, v2: &str) -> Option<PathBuf> {
+        let one = self.all.with(controller)?;
+        let file = if matches!(one.version, Version::V1(_)) { v1 } else { v2 };
+        Some(one.base.join(&self.name).join(file))
+    }
+
+    /// Makes it and sets its limits, before any process is in it.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; what was made stays for [`Leaf::remove`].
+    pub fn create(&self, limits: &Limits) -> Result<(), Error> {
+        for path in self.paths() {
+            make(&path)?;
+        }
+        for one in &self.all.0 {
+            let leaf = one.base.join(&self.name);
+            let set = |file: &str, text: String| {
+                let path = leaf.join(file);
+                put(&path, &text).map_err(at("write", &path))
+            };
+            // What older kernels or a kernel without swap accounting lack.
+            let set_if_there =
+                |file: &str, text: String| if leaf.join(file).exists() { set(file, text) } else { Ok(()) };
+            let memory = limits.memory_bytes.to_string();
+            let quota = (u64::from(limits.cpus) * PERIOD_US).to_string();
+            let (names, v1): (&[String], bool) = match &one.version {
+                Version::V1(names) => (names, true),
+                Version::V2 { controllers } => (controllers, false),
+            };
+            for name in names {
+                match (name.as_str(), v1) {
+                    ("memory", true) => {
+                        set("memory.limit_in_bytes", memory.clone())?;
+                        set_if_there("memory.memsw.limit_in_bytes", memory.clone())?;
+                        set_if_there("memory.swappiness", "0".to_owned())?;
+                    }
+                    ("memory", false) => {
+                        set("memory.max", memory.clone())?;
+                        set_if_there("memory.swap.max", "0".to_owned())?;
+                        set_if_there("memory.oom.group", "1".to_owned())?;
+                    }
+                    ("cpu", true) => {
+                        set("cpu.cfs_period_us", PERIOD_US.to_string())?;
+                        set("cpu.cfs_quota_us", quota.clone())?;
+                    }
+                    ("cpu", false) => set("cpu.max", format!("{quota} {PERIOD_US}"))?,
+                    ("pids", _) => set("pids.max", limits.pids.to_string())?,
+                    _ => {}
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Descriptors through which the process that holds them joins, by writing `0` into each.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn doors(&self) -> Result<Vec<File>, Error> {
+        self.paths()
+            .map(|path| {
+                let procs = path.join("cgroup.procs");
+                File::options().write(true).open(&procs).map_err(at("open", &procs))
+            })
+            .collect()
+    }
+
+    /// The file that counts the kernel's kills for memory; [`oom_kills`] reads it again and again.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn oom_file(&self) -> Result<File, Error> {
+        let path =
+            self.file("memory", "memory.oom_control", "memory.events").ok_or_else(|| Error::Absent("memory".into()))?;
+        File::open(&path).map_err(at("open", &path))
+    }
+
+    /// Whether any part of it is there.
+    pub fn exists(&self) -> bool {
+        self.paths().any(|path| path.exists())
+    }
+
+    /// How many hierarchies it spans.
+    pub fn hierarchies(&self) -> usize {
+        self.all.0.len()
+    }
+
+    /// Whether that process is in it, in every hierarchy.
+    pub fn holds(&self, pid: u32) -> bool {
+        proc::cgroups(pid).is_ok_and(|lines| is_member(&lines, &self.name, self.all.0.len()))
+    }
+
+    /// Ids of the processes in it.
+    pub fn processes(&self) -> Vec<u32> {
+        let mut pids: Vec<u32> = self
+            .paths()
+            .flat_map(|path| words(&path.join("cgroup.procs")))
+            .filter_map(|pid| pid.parse().ok())
+            .filter(|pid| *pid != 0)
+            .collect();
+        pids.sort_unstable();
+        pids.dedup();
+        pids
+    }
+
+    /// Kills everything in it and waits until it is empty. One that is not there is empty.
+    ///
+    /// # Errors
+    /// [`Error::Populated`] after the deadline.
+    pub fn kill(&self, within: Duration) -> Result<(), Error> {
+        let deadline = Instant::now() + within;
+        loop {
+            if self.processes().is_empty() {
+                return Ok(());
+            }
+            // `cgroup.kill` (5.14) leaves no one out, and reaches only those that joined the v2 leaf: the rest by hand.
+            let killed =
+                self.all.v2().is_some_and(|one| put(&one.base.join(&self.name).join("cgroup.kill"), "1").is_ok());
+            if !killed || !self.processes().is_empty() {
+                self.kill_frozen();
+            }
+            while !self.processes().is_empty() {
+                if Instant::now() >= deadline {
+                    return Err(Error::Populated { name: self.name.clone(), count: self.processes().len() });
+                }
+                sleep(LOOK);
+                if Instant::now() + within / 2 > deadline {
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Freezes, so that nothing forks past us; signals each; thaws, so that they can die.
+    fn kill_frozen(&self) {
+        self.freeze(true);
+        for pid in self.processes() {
+            // Opened first, then checked to be in here: the pid may be another's by now.
+            if let Ok(pidfd) = proc::open(pid)
+                && proc::cgroups(pid).is_ok_and(|lines| lines.iter().any(|(_, _, path)| last(path) == self.name))
+            {
+                let _ = proc::kill(pidfd.as_fd());
+            }
+        }
+        self.freeze(false);
+    }
+
+    fn freeze(&self, frozen: bool) {
+        if let Some(one) = self.all.with("freezer") {
+            let _ = put(&one.base.join(&self.name).join("freezer.state"), if frozen { "FROZEN" } else { "THAWED" });
+        } else if let Some(one) = self.all.v2() {
+            let _ = put(&one.base.join(&self.name).join("cgroup.freeze"), if frozen { "1" } else { "0" });
+        }
+    }
+
+    /// Removes it everywhere. One that is not there is removed.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when a directory stays busy until the deadline.
+    pub fn remove(&self, within: Duration) -> Result<(), Error> {
+        let deadline = Instant::now() + within;
+        for path in self.paths() {
+            loop {
+                match fs::remove_dir(&path) {
+                    Ok(()) => break,
+                    Err(error) if error.kind() == io::ErrorKind::NotFound => break,
+                    // A process that was just reaped is accounted for a moment longer.
+                    Err(_) if Instant::now() < deadline => sleep(LOOK),
+                    Err(error) => return Err(at("remove", &path)(error)),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What its processes use.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it is not there.
+    pub fn usage(&self) -> Result<Usage, Error> {
+        let number = |controller: &str, v1: &str, v2: &str| {
+            let path = self.file(controller, v1, v2).ok_or_else(|| Error::Absent(controller.to_owned()))?;
+            let text = fs::read_to_string(&path).map_err(at("read", &path))?;
+            Ok::<u64, Error>(text.trim().parse().unwrap_or(u64::MAX))
+        };
+        let cpu_ns = match self.all.with("cpuacct") {
+            Some(_) => number("cpuacct", "cpuacct.usage", "cpuacct.usage")?,
+            None => {
+                let path = self.file("cpu", "cpu.stat", "cpu.stat").ok_or_else(|| Error::Absent("cpu".to_owned()))?;
+                let text = fs::read_to_string(&path).map_err(at("read", &path))?;
+                keyed(&text, "usage_usec").unwrap_or(0).saturating_mul(1000)
+            }
+        };
+        Ok(Usage {
+            cpu_ns,
+            memory_bytes: number("memory", "memory.usage_in_bytes", "memory.current")?,
+            memory_limit_bytes: number("memory", "memory.limit_in_bytes", "memory.max")?,
+            pids: number("pids", "pids.current", "pids.current")?,
+            oom_kills: self.oom_file().ok().and_then(|file| oom_kills(&file).ok()).unwrap_or(0),
+        })
+    }
+}
+
+/// Whether these lines of `/proc/<pid>/cgroup` put the process into a leaf of that name in so many hierarchies.
+pub fn is_member(lines: &[(u32, String, String)], name: &str, hierarchies: usize) -> bool {
+    lines.iter().filter(|(_, _, path)| last(path) == name).count() >= hierarchies
+}
+
+fn last(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or_default()
+}
+
+/// How often the kernel killed for memory, by a file of [`Leaf::oom_file`].
+///
+/// # Errors
+/// It cannot be read.
+pub fn oom_kills(file: &File) -> io::Result<u64> {
+    let mut text = [0; 1024];
+    let length = std::os::unix::fs::FileExt::read_at(file, &mut text, 0)?;
+    Ok(keyed(&String::from_utf8_lossy(&text[..length]), "oom_kill").unwrap_or(0))
+}
+
+fn keyed(text: &str, key: &str) -> Option<u64> {
+    text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(' ')?.trim().parse().ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LIMITS: Limits = Limits { memory_bytes: 300 << 20, cpus: 2, pids: 100 };
+
+    /// A tree of plain files that looks like a cgroup file system where this module looks.
+    struct Tree(tempfile::TempDir);
+
+    impl Tree {
+        fn new(files: &[(&str, &str)]) -> Self {
+            let root = tempfile::tempdir().expect("directory");
+            for (path, text) in files {
+                let path = root.path().join(path);
+                fs::create_dir_all(path.parent().expect("parent")).expect("directory");
+                fs::write(path, text).expect("file");
+            }
+            Tree(root)
+        }
+
+        fn path(&self, path: &str) -> PathBuf {
+            self.0.path().join(path)
+        }
+
+        fn text(&self, path: &str) -> String {
+            fs::read_to_string(self.path(path)).expect("read")
+        }
+
+        fn v1(&self) -> Hierarchies {
+            let mounts: String = ["cpu,cpuacct", "memory", "pids", "freezer", "devices", "name=systemd"]
+                .iter()
+                .map(|names| format!("30 20 0:1 / {} rw - cgroup cgroup rw,{names}\n", self.path(names).display()))
+                .collect();
+            Hierarchies::from_mounts(&mounts, None).expect("v1")
+        }
+
+        fn v2(&self) -> Result<Hierarchies, Error> {
+            Hierarchies::from_mounts(
+                &format!("30 20 0:1 / {} rw - cgroup2 cgroup2 rw\n", self.path("").display()),
+                Some("/"),
+            )
+        }
+    }
+
+    fn v1_files(leaf: &str) -> Vec<(String, &'static str)> {
+        [
+            ("cpu,cpuacct", "cpu.cfs_period_us", "100000"),
+            ("cpu,cpuacct", "cpu.cfs_quota_us", "-1"),
+            ("cpu,cpuacct", "cpuacct.usage", "12345\n"),
+            ("memory", "memory.limit_in_bytes", "9223372036854771712"),
+            ("memory", "memory.swappiness", "60"),
+            ("memory", "memory.usage_in_bytes", "4096\n"),
+            ("memory", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"),
+            ("pids", "pids.max", "max"),
+            ("pids", "pids.current", "7\n"),
+            ("freezer", "freezer.state", "THAWED"),
+        ]
+        .into_iter()
+        .map(|(mount, file, text)| (format!("{mount}/{leaf}/{file}"), text))
+        .collect()
+    }
+
+    fn borrowed<'a>(files: &'a [(String, &'static str)]) -> Vec<(&'a str, &'a str)> {
+        files.iter().map(|(path, text)| (path.as_str(), *text)).collect()
+    }
+
+    #[test]
+    fn v1_limits_are_written_in_each_hierarchy() {
+        let files = v1_files("one");
+        let tree = Tree::new(&borrowed(&files));
+        let all = tree.v1();
+        let leaf = all.leaf("one");
+        leaf.create(&LIMITS).expect("create");
+        // Plain files are not cut when written to: what follows the number was there before.
+        assert!(tree.text("memory/one/memory.limit_in_bytes").starts_with(&(300u64 << 20).to_string()));
+        assert!(tree.text("cpu,cpuacct/one/cpu.cfs_quota_us").starts_with("200000"));
+        assert!(tree.text("pids/one/pids.max").starts_with("100"));
+        assert!(tree.text("memory/one/memory.swappiness").starts_with('0'));
+        assert!(!tree.path("devices/one").exists() && !tree.path("name=systemd/one").exists());
+    }
+
+    #[test]
+    fn v1_usage_is_read() {
+        let files = v1_files("one");
+        let tree = Tree::new(&borrowed(&files));
+        let usage = tree.v1().leaf("one").usage().expect("usage");
+        assert_eq!((usage.cpu_ns, usage.memory_bytes, usage.pids, usage.oom_kills), (12_345, 4096, 7, 3));
+        assert!(tree.v1().leaf("absent").usage().is_err());
+    }
+
+    #[test]
+    fn v2_limits_and_usage() {
+        let tree = Tree::new(&[
+            ("cgroup.controllers", "cpuset cpu io memory pids"),
+            ("cgroup.subtree_control", ""),
+            ("cgroup.procs", ""),
+            ("one/cpu.max", ""),
+            ("one/cpu.stat", "usage_usec 5\nuser_usec 1\n"),
+            ("one/memory.max", ""),
+            ("one/memory.swap.max", ""),
+            ("one/memory.current", "99"),
+            ("one/memory.events", "low 0\noom 2\noom_kill 1\n"),
+            ("one/pids.max", ""),
+            ("one/pids.current", "2"),
+        ]);
+        let all = tree.v2().expect("v2");
+        all.ready().expect("ready");
+        assert_eq!(tree.text("cgroup.subtree_control"), "+cpu +memory +pids");
+        let leaf = all.leaf("one");
+        leaf.create(&LIMITS).expect("create");
+        assert_eq!(tree.text("one/cpu.max"), "200000 100000");
+        assert_eq!(tree.text("one/memory.max"), (300u64 << 20).to_string());
+        assert_eq!(tree.text("one/memory.swap.max"), "0");
+        let usage = leaf.usage().expect("usage");
+        assert_eq!((usage.cpu_ns, usage.memory_bytes, usage.pids, usage.oom_kills), (5000, 99, 2, 1));
+    }
+
+    #[test]
+    fn an_empty_v2_tree_is_not_enough_and_joins_a_hybrid() {
+        let tree = Tree::new(&[("cgroup.controllers", "")]);
+        assert!(matches!(tree.v2(), Err(Error::Absent(what)) if what == "cpu, memory, pids"));
+        let files = v1_files("one");
+        let mut files = borrowed(&files);
+        files.push(("unified/cgroup.controllers", ""));
+        let tree = Tree::new(&files);
+        let mut all = tree.v1();
+        let v2 = format!("30 20 0:1 / {} rw - cgroup2 cgroup2 rw\n", tree.path("unified").display());
+        assert!(Hierarchies::from_mounts(&v2, None).is_err());
+        all.0.push(Hierarchy { base: tree.path("unified"), version: Version::V2 { controllers: Vec::new() } });
+        assert_eq!(all.describe(), "cgroup v1 and v2 (hybrid)");
+        all.leaf("two").remove(Duration::ZERO).expect("absent is removed");
+        all.leaf("two").kill(Duration::ZERO).expect("absent is empty");
+    }
+
+    #[test]
+    fn leaves_are_found_by_tag() {
+        let (tag, other): (Tag, Tag) = ("abcd".parse().expect("tag"), "abce".parse().expect("tag"));
+        let id = SandboxId::new(crate::id::Slot::new(4).expect("slot"));
+        let name = Names { tag, id }.cgroup();
+        let files = v1_files(&name);
+        let tree = Tree::new(&borrowed(&files));
+        assert_eq!(tree.v1().tagged(tag), [id]);
+        assert!(tree.v1().tagged(other).is_empty());
+    }
+
+    #[test]
+    fn membership_wants_every_hierarchy() {
+        let lines =
+            |paths: &[&str]| paths.iter().map(|path| (1, String::new(), (*path).to_owned())).collect::<Vec<_>>();
+        assert!(is_member(&lines(&["/x/one", "/one", "/"]), "one", 2));
+        assert!(!is_member(&lines(&["/x/one", "/"]), "one", 2));
+        assert!(!is_member(&lines(&["/one/below", "/one-not"]), "one", 1));
+    }
+}

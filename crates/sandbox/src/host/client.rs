@@ -1,0 +1,384 @@
+//! pepod's end of the wall: an async, cloneable handle.
+//!
+//! One task owns the socket's reading side, one its writing side; a request is a row in a table of waiting ones until its
+//! answer comes, its deadline passes, or the other side is gone.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::io::Interest;
+use tokio::io::unix::AsyncFd;
+use tokio::sync::{mpsc, oneshot, watch};
+
+use super::evidence::Evidence;
+use super::wire::{self, Answer, Asked, Reply, Request};
+use super::{Error, Found, Leftover, Refusal, Usage};
+use crate::guest::{Connector, Guest};
+use crate::id::{SLOTS, SandboxId, Slot};
+use crate::plan::Plan;
+
+/// Requests that may wait for answers at once; each is at most one thread on the other side.
+const WAITING: usize = 512;
+
+/// For answers that need no waiting on the other side. Ten times what a loaded machine of two cores was seen to need.
+const QUICK: Duration = Duration::from_secs(10);
+/// For taking or giving back resources: the other side has deadlines of its own well below it.
+const SLOW: Duration = Duration::from_secs(120);
+
+type Replied = Result<(Reply, Vec<OwnedFd>), Refusal>;
+
+/// pepod's handle on the privileged side.
+#[derive(Clone)]
+pub struct Host(Arc<Inner>);
+
+struct Inner {
+    table: Mutex<Table>,
+    out: mpsc::Sender<Vec<u8>>,
+    lost: watch::Receiver<bool>,
+    slots: Mutex<Slots>,
+}
+
+#[derive(Default)]
+struct Table {
+    next: u64,
+    waiting: HashMap<u64, oneshot::Sender<Replied>>,
+    lost: bool,
+}
+
+/// Which slots are taken, by this process' knowledge: those it gave out and those it found.
+#[derive(Default)]
+struct Slots {
+    taken: std::collections::BTreeSet<u16>,
+    next: u16,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Host {
+    /// Takes pepod's end of the socketpair. Must be called in a runtime; [`Host::found`] comes next, so that no slot of
+    /// an earlier life is given out again.
+    ///
+    /// # Errors
+    /// The descriptor cannot be used.
+    pub fn new(socket: OwnedFd) -> io::Result<Self> {
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        let socket = Arc::new(crate::sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?);
+        let (out, queue) = mpsc::channel(WAITING);
+        let (gone, lost) = watch::channel(false);
+        let host = Host(Arc::new(Inner { table: Mutex::default(), out, lost, slots: Mutex::default() }));
+        tokio::spawn(read(Arc::clone(&socket), Arc::downgrade(&host.0), gone));
+        tokio::spawn(write(socket, queue));
+        Ok(host)
+    }
+
+    /// A new id on a free slot. The slot is free again when [`Host::release`] has succeeded.
+    ///
+    /// # Errors
+    /// [`Error::NoSlot`].
+    pub fn new_id(&self) -> Result<SandboxId, Error> {
+        let mut slots = lock(&self.0.slots);
+        // The next one in turn, not the lowest: uids come back as late as possible.
+        let number = (0..SLOTS).map(|step| (slots.next + step) % SLOTS).find(|number| !slots.taken.contains(number));
+        let slot = number.and_then(Slot::new).ok_or(Error::NoSlot(usize::from(SLOTS)))?;
+        slots.taken.insert(slot.number());
+        slots.next = (slot.number() + 1) % SLOTS;
+        Ok(SandboxId::new(slot))
+    }
+
+    /// Takes what a Sandbox needs before it runs: its directory, cgroup and scratch disk. Whatever comes back, the id must
+    /// be released.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`], [`Refusal::SlotTaken`], [`Refusal::UidInUse`], [`Refusal::NoSpace`], [`Refusal::Missing`],
+    /// [`Refusal::Step`].
+    pub async fn prepare(&self, plan: &Plan) -> Result<(), Error> {
+        match self.ask("prepare", Request::Prepare { plan: Box::new(plan.clone()) }, SLOW).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "prepare" }),
+        }
+    }
+
+    /// Starts a prepared one's keeper, VMM and vsock device; answered when they run.
+    ///
+    /// # Errors
+    /// As [`Host::prepare`].
+    pub async fn start(&self, id: SandboxId) -> Result<Keeper, Error> {
+        match self.ask("start", Request::Start { id }, SLOW).await? {
+            (Reply::Done, fds) => Keeper::new("start", fds),
+            _ => Err(Error::Confused { what: "start" }),
+        }
+    }
+
+    /// A stream connected to the Sandbox's vsock device, on which `CONNECT <port>` comes next.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`] when it does not run (any more).
+    pub async fn connect(&self, id: SandboxId) -> Result<OwnedFd, Error> {
+        let confused = Error::Confused { what: "connect" };
+        match self.ask("connect", Request::Connect { id }, QUICK).await? {
+            (Reply::Done, fds) => fds.into_iter().next().ok_or(confused),
+            _ => Err(confused),
+        }
+    }
+
+    /// Every Sandbox of this instance that has anything on the host. Their slots count as taken from here on.
+    ///
+    /// # Errors
+    /// The host's directories cannot be read.
+    pub async fn found(&self) -> Result<Vec<Found>, Error> {
+        match self.ask("found", Request::Found, SLOW).await? {
+            (Reply::Found { found }, _) => {
+                lock(&self.0.slots).taken.extend(found.iter().map(|one| one.id.slot().number()));
+                Ok(found)
+            }
+            _ => Err(Error::Confused { what: "found" }),
+        }
+    }
+
+    /// Takes over a running one that an earlier life started: its Plan and its keeper, checked by start time and cgroup.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`]: it does not run.
+    pub async fn adopt(&self, id: SandboxId) -> Result<(Plan, Keeper), Error> {
+        match self.ask("adopt", Request::Adopt { id }, QUICK).await? {
+            (Reply::Plan { plan }, fds) => {
+                lock(&self.0.slots).taken.insert(id.slot().number());
+                Ok((*plan, Keeper::new("adopt", fds)?))
+            }
+            _ => Err(Error::Confused { what: "adopt" }),
+        }
+    }
+
+    /// The guest of a Sandbox, reached through [`Host::connect`]. Does not connect.
+    pub fn guest(&self, id: SandboxId) -> Guest {
+        let host = self.clone();
+        Guest::new(Connector::vsock(move || {
+            let host = host.clone();
+            async move { host.connect(id).await.map_err(io::Error::other) }
+        }))
+    }
+
+    /// What a Sandbox left to tell how it ended, and its console so far. Valid until it is released.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`].
+    pub async fn evidence(&self, id: SandboxId) -> Result<Evidence, Error> {
+        match self.ask("evidence", Request::Evidence { id }, QUICK).await? {
+            (Reply::Evidence { exit, console }, fds) => {
+                let mut fds = fds.into_iter();
+                let exit = exit.then(|| fds.next()).flatten();
+                let console = console.then(|| fds.next()).flatten();
+                Ok(Evidence::new(exit, console))
+            }
+            _ => Err(Error::Confused { what: "evidence" }),
+        }
+    }
+
+    /// What a Sandbox uses now.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`].
+    pub async fn usage(&self, id: SandboxId) -> Result<Usage, Error> {
+        match self.ask("usage", Request::Usage { id }, QUICK).await? {
+            (Reply::Usage { usage }, _) => Ok(usage),
+            _ => Err(Error::Confused { what: "usage" }),
+        }
+    }
+
+    /// Kills what runs of it and gives everything back, in reverse order. Legal at any time, for any id, any number of
+    /// times: what is not there is done.
+    ///
+    /// # Errors
+    /// [`Refusal::Owed`] when something is left; the slot stays taken, and a later repeat may succeed.
+    pub async fn release(&self, id: SandboxId) -> Result<(), Error> {
+        match self.ask("release", Request::Release { id }, SLOW).await? {
+            (Reply::Done, _) => {
+                lock(&self.0.slots).taken.remove(&id.slot().number());
+                Ok(())
+            }
+            _ => Err(Error::Confused { what: "release" }),
+        }
+    }
+
+    /// Asks for a release without waiting: what a `Drop` can do. It is lost when the queue is full; the sweep at the next
+    /// start finds it then.
+    pub(crate) fn release_later(&self, id: SandboxId) {
+        let seq = lock(&self.0.table).number();
+        if let Ok(body) = serde_json::to_vec(&Asked { seq, request: Request::Release { id } }) {
+            let _ = self.0.out.try_send(body);
+        }
+    }
+
+    /// Gives back everything that carries this instance's tag and is not one of `keep`.
+    ///
+    /// # Errors
+    /// The host's directories cannot be read; what could not be removed is in the answer.
+    pub async fn sweep(&self, keep: &[SandboxId]) -> Result<Vec<Leftover>, Error> {
+        match self.ask("sweep", Request::Sweep { keep: keep.to_vec() }, SLOW).await? {
+            (Reply::Leftovers { left }, _) => Ok(left),
+            _ => Err(Error::Confused { what: "sweep" }),
+        }
+    }
+
+    /// Returns when the privileged side is gone. pepod then ends: keepers and Sandboxes stay for the next one.
+    pub async fn lost(&self) {
+        let mut lost = self.0.lost.clone();
+        // An error means that the reading task is gone: the same thing.
+        let _ = lost.wait_for(|lost| *lost).await;
+    }
+
+    async fn ask(
+        &self,
+        what: &'static str,
+        request: Request,
+        within: Duration,
+    ) -> Result<(Reply, Vec<OwnedFd>), Error> {
+        let (answer, waiting) = oneshot::channel();
+        let seq = {
+            let mut table = lock(&self.0.table);
+            if table.lost {
+                return Err(Error::Lost);
+            }
+            if table.waiting.len() >= WAITING {
+                return Err(Error::Busy);
+            }
+            let seq = table.number();
+            table.waiting.insert(seq, answer);
+            seq
+        };
+        // Removes the row however this ends, so that a caller that goes away leaves nothing behind.
+        let _row = Row { inner: &self.0, seq };
+        let body = serde_json::to_vec(&Asked { seq, request })
+            .map_err(|error| Refusal::Invalid { reason: format!("{what}: {error}") })?;
+        if body.len() > wire::MAX_BYTES {
+            return Err(Refusal::Invalid { reason: format!("{what}: request of {} bytes", body.len()) }.into());
+        }
+        let answered = async {
+            self.0.out.send(body).await.map_err(|_| Error::Lost)?;
+            Ok(waiting.await.map_err(|_| Error::Lost)??)
+        };
+        match tokio::time::timeout(within, answered).await {
+            Ok(answered) => answered,
+            Err(_) => Err(Error::Silent { what, seconds: within.as_secs() }),
+        }
+    }
+}
+
+impl std::fmt::Debug for Host {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Host")
+    }
+}
+
+impl Table {
+    fn number(&mut self) -> u64 {
+        self.next += 1;
+        self.next
+    }
+}
+
+struct Row<'a> {
+    inner: &'a Inner,
+    seq: u64,
+}
+
+impl Drop for Row<'_> {
+    fn drop(&mut self) {
+        lock(&self.inner.table).waiting.remove(&self.seq);
+    }
+}
+
+async fn read(socket: Arc<AsyncFd<OwnedFd>>, inner: std::sync::Weak<Inner>, gone: watch::Sender<bool>) {
+    let mut buffer = Vec::new();
+    loop {
+        let received = match socket.readable().await {
+            Ok(mut ready) => ready.try_io(|fd| wire::receive::<Answer>(fd.as_fd(), &mut buffer)),
+            Err(error) => Ok(Err(error)),
+        };
+        let Some(inner) = inner.upgrade() else { return };
+        match received {
+            Err(_not_ready) => {}
+            Ok(Ok(Some((answer, fds)))) => {
+                let waiting = lock(&inner.table).waiting.remove(&answer.seq);
+                // Nobody waits any more: the descriptors close here.
+                if let Some(waiting) = waiting {
+                    let _ = waiting.send(answer.result.map(|reply| (reply, fds)));
+                }
+            }
+            Ok(Ok(None)) => break lose(&inner, &gone, None),
+            Ok(Err(error)) => break lose(&inner, &gone, Some(error)),
+        }
+    }
+}
+
+fn lose(inner: &Inner, gone: &watch::Sender<bool>, error: Option<io::Error>) {
+    if let Some(error) = error {
+        tracing::error!(%error, "the privileged side cannot be understood");
+    }
+    let mut table = lock(&inner.table);
+    table.lost = true;
+    table.waiting.clear();
+    drop(table);
+    gone.send_replace(true);
+}
+
+async fn write(socket: Arc<AsyncFd<OwnedFd>>, mut queue: mpsc::Receiver<Vec<u8>>) {
+    while let Some(body) = queue.recv().await {
+        let sent = loop {
+            match socket.writable().await {
+                Ok(mut ready) => {
+                    if let Ok(sent) = ready.try_io(|fd| wire::send_bytes(fd.as_fd(), &body, &[])) {
+                        break sent;
+                    }
+                }
+                Err(error) => break Err(error),
+            }
+        };
+        // The reading side sees the end too and tells everybody.
+        if sent.is_err() {
+            return;
+        }
+    }
+}
+
+/// A Sandbox's keeper, held by pidfd: its end is the Sandbox's end.
+#[derive(Clone, Debug)]
+pub struct Keeper(Arc<AsyncFd<OwnedFd>>);
+
+impl Keeper {
+    fn new(what: &'static str, fds: Vec<OwnedFd>) -> Result<Self, Error> {
+        let fd = fds.into_iter().next().ok_or(Error::Confused { what })?;
+        Keeper::watch(fd).map_err(|_| Error::Confused { what })
+    }
+
+    /// Watches the process of that pidfd.
+    pub(crate) fn watch(pidfd: OwnedFd) -> io::Result<Self> {
+        Ok(Keeper(Arc::new(crate::sys::watch(pidfd, Interest::READABLE)?)))
+    }
+
+    /// Returns when the process has ended; at once, every time, after that.
+    pub async fn ended(&self) {
+        loop {
+            match self.0.readable().await {
+                Ok(mut ready) => {
+                    if self.has_ended() {
+                        return;
+                    }
+                    ready.clear_ready();
+                }
+                // The runtime is going down, and this task with it.
+                Err(_) => std::future::pending::<()>().await,
+            }
+        }
+    }
+
+    /// Whether it has ended.
+    pub fn has_ended(&self) -> bool {
+        crate::proc::has_ended(self.0.get_ref().as_fd())
+    }
+}
