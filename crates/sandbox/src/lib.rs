@@ -23,6 +23,7 @@ pub mod proc;
 pub mod registry;
 pub mod rights;
 pub mod sys;
+pub mod vmm;
 
 pub use activate::{Active, Cause, Exit, adopt};
 pub use boot::{Booted, Prepared, Warm, boot};

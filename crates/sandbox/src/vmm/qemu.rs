@@ -1,0 +1,134 @@
+//! QEMU `microvm` in software emulation: its command line, its jail, its limits.
+//!
+//! It sees the files of its closure, kernel and initial ramdisk, and nothing else: disks, console, control connection and
+//! stream device are descriptors. `-sandbox` is a second layer of system call filtering below the jail's (it names what
+//! is forbidden; ours names what is allowed).
+
+use std::path::PathBuf;
+
+use serde_json::json;
+
+use super::closure::Closure;
+use super::{Boot, Descriptors, Throttle, clock};
+use crate::jail::{Access, Bind, Descriptor, Filter, Limits, Spec};
+
+/// Where QEMU finds the kernel and the initial ramdisk in its root.
+const KERNEL: &str = "/kernel";
+const INITRD: &str = "/initrd";
+
+/// Numbers of the descriptors inside QEMU.
+const SYSTEM: i32 = 10;
+const SCRATCH: i32 = 11;
+const CONSOLE: i32 = 12;
+const CONTROL: i32 = 13;
+const VSOCK: i32 = 14;
+
+/// Translated code is kept in a buffer of this size, MiB; when it is full it is thrown away and begun anew. A Debian
+/// userland with Python fills about half.
+const TRANSLATION_MIB: u32 = 128;
+
+/// What QEMU needs beside the guest's memory, MiB: translated code, its tables (about as much again), itself.
+pub const OVERHEAD_MIB: u32 = 2 * TRANSLATION_MIB + 64;
+
+/// Descriptors QEMU may hold; it uses about 30.
+const OPEN_FILES: u64 = 256;
+
+/// The jail of a QEMU that boots `boot` out of `closure`.
+pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spec {
+    let memory = u64::from(boot.memory_mib) << 20;
+    let bind = |source: &PathBuf, target: &str| Bind {
+        source: source.clone(),
+        target: target.into(),
+        access: Access::ReadOnly,
+    };
+    let descriptor = |from, to| Descriptor { from, to };
+    Spec {
+        name: "vmm".to_owned(),
+        program: closure.program.clone(),
+        argv: arguments(boot, clock::tsc_khz()),
+        env: closure.env.clone(),
+        uid: boot.uid,
+        root: closure.root.clone(),
+        binds: vec![bind(&boot.kernel, KERNEL), bind(&boot.initrd, INITRD)],
+        descriptors: vec![
+            descriptor(descriptors.log, 1),
+            descriptor(descriptors.log, 2),
+            descriptor(descriptors.system, SYSTEM),
+            descriptor(descriptors.scratch, SCRATCH),
+            descriptor(descriptors.console, CONSOLE),
+            descriptor(descriptors.control, CONTROL),
+            descriptor(descriptors.vsock, VSOCK),
+        ],
+        limits: Limits { file_size: memory.max(boot.scratch_size), open_files: OPEN_FILES },
+        filter: Filter::Qemu,
+        oom_score_adj: 500,
+    }
+}
+
+fn arguments(boot: &Boot, tsc_khz: Option<u64>) -> Vec<String> {
+    let Boot { vcpus, memory_mib, throttle, .. } = boot;
+    let threads = if *vcpus > 1 { "multi" } else { "single" };
+    let mut line = Line(vec!["qemu-system-x86_64".to_owned()]);
+    line.flags(&["-nodefaults", "-no-user-config", "-no-reboot"]);
+    line.option("-display", "none").option("-monitor", "none");
+    line.option("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny");
+    line.option("-L", super::closure::FIRMWARE);
+    line.option("-machine", "microvm,memory-backend=ram,x-option-roms=off");
+    line.option("-accel", format!("tcg,thread={threads},tb-size={TRANSLATION_MIB}"));
+    line.option("-cpu", "max").option("-smp", vcpus.to_string()).option("-m", format!("{memory_mib}M"));
+    // Shared, because the stream device reads and writes guest memory; sealed, so that it cannot shrink it under us.
+    line.option("-object", format!("memory-backend-memfd,id=ram,size={memory_mib}M,share=on,seal=on"));
+    line.option("-kernel", KERNEL).option("-initrd", INITRD).option("-append", kernel_line(boot, tsc_khz));
+    line.option("-chardev", format!("socket,id=console,fd={CONSOLE}")).option("-serial", "chardev:console");
+    line.option("-chardev", format!("socket,id=control,fd={CONTROL}")).option("-mon", "chardev=control,mode=control");
+    line.disk("system", SYSTEM, "read-only=on", *throttle);
+    line.disk("scratch", SCRATCH, "discard=unmap,cache.direct=off", *throttle);
+    line.option("-chardev", format!("socket,id=vsock,fd={VSOCK}"));
+    line.option("-device", "vhost-user-vsock-device,chardev=vsock");
+    line.option("-object", "rng-builtin,id=entropy").option("-device", "virtio-rng-device,rng=entropy");
+    line.0
+}
+
+/// An argument vector being written.
+struct Line(Vec<String>);
+
+impl Line {
+    fn flags(&mut self, flags: &[&str]) {
+        self.0.extend(flags.iter().map(|flag| (*flag).to_owned()));
+    }
+
+    fn option(&mut self, name: &str, value: impl Into<String>) -> &mut Self {
+        self.0.extend([name.to_owned(), value.into()]);
+        self
+    }
+
+    /// A virtio disk whose file is the inherited descriptor `fd`. No lock is taken: the file is the host's to guard.
+    fn disk(&mut self, name: &str, fd: i32, file_options: &str, throttle: Option<Throttle>) {
+        self.option("-add-fd", format!("fd={fd},set={fd}"));
+        let read_only = if file_options.contains("read-only=on") { ",read-only=on" } else { "" };
+        let file = format!("driver=file,node-name={name}-file,filename=/dev/fdset/{fd},locking=off,{file_options}");
+        self.option("-blockdev", file);
+        let raw = format!("driver=raw,node-name={name},file={name}-file{read_only}");
+        self.option("-blockdev", raw);
+        let mut node = name.to_owned();
+        if let Some(Throttle { bytes, operations }) = throttle {
+            let limits = json!({ "bps-total": bytes, "iops-total": operations });
+            let group = json!({ "qom-type": "throttle-group", "id": format!("{name}-limit"), "limits": limits });
+            self.option("-object", group.to_string());
+            node = format!("{name}-slow");
+            let slow = format!("driver=throttle,node-name={node},throttle-group={name}-limit,file={name}{read_only}");
+            self.option("-blockdev", slow);
+        }
+        self.option("-device", format!("virtio-blk-device,drive={node}"));
+    }
+}
+
+/// The kernel's command line. Every word is there for a reason:
+/// `console` where the keeper listens; `quiet` since each character is a trap into QEMU; `panic=-1` with `reboot=t` and
+/// `-no-reboot` makes a panic the end of the process; `tsc_early_khz` see [`clock`].
+fn kernel_line(boot: &Boot, tsc_khz: Option<u64>) -> String {
+    let mut words: Vec<String> = ["console=ttyS0", "quiet", "panic=-1", "reboot=t"].map(str::to_owned).into();
+    words.extend(tsc_khz.map(|khz| format!("tsc_early_khz={khz}")));
+    words.extend(boot.arguments.iter().cloned());
+    words.join(" ")
+}
