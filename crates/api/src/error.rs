@@ -71,7 +71,9 @@ codes! {
     Unsupported = "unsupported", UNPROCESSABLE_ENTITY, false;
     /// The Image is not there.
     ImageMissing = "image_missing", UNPROCESSABLE_ENTITY, false;
-    /// The command could not be started: the program is not there or not executable.
+    /// The command could not be started: the program is not there (a shell's 127).
+    CommandNotFound = "command_not_found", UNPROCESSABLE_ENTITY, false;
+    /// The command could not be started: the program cannot be executed (a shell's 126).
     CommandNotStarted = "command_not_started", UNPROCESSABLE_ENTITY, false;
     /// The lasting shell of that name died.
     ShellLost = "shell_lost", CONFLICT, false;
