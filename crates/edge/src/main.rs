@@ -1,2 +1,95 @@
-//! edge
-fn main() {}
+//! pepo-edge: reads its settings, binds, drops every right it has, serves until it is told to end.
+
+#![forbid(unsafe_code)]
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use anyhow::Context;
+use pepo_edge::config::{Config, Lifeline, Start};
+use pepo_edge::keys::Keys;
+use pepo_edge::upstream::Upstream;
+use pepo_edge::{handler, port, rights, server};
+use tokio::io::AsyncReadExt;
+use tokio::signal::unix::{SignalKind, signal};
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let _ = writeln!(std::io::stderr(), "pepo-edge: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<()> {
+    let config = match pepo_edge::config::from_process()? {
+        Start::Serve(config) => config,
+        Start::Say(text) => {
+            writeln!(std::io::stdout(), "{text}")?;
+            return Ok(());
+        }
+    };
+    // While the rights are still there: bind, say where, look up who holds a port that is taken.
+    let listener = port::bind(config.listen)?;
+    let url = format!("http://{}", listener.local_addr()?);
+    if let Some(path) = &config.url_file {
+        std::fs::write(path, format!("{url}\n")).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    rights::drop_all(rights::USER)?;
+
+    let filter = tracing_subscriber::EnvFilter::try_new(&config.log)
+        .with_context(|| format!("log.level = `{}` is not a filter", config.log))?;
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    writeln!(std::io::stdout(), "{url}")?;
+
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(std::thread::available_parallelism().map_or(1, usize::from).min(4))
+        .enable_all()
+        .build()?
+        .block_on(serve(listener, config))
+}
+
+async fn serve(listener: std::net::TcpListener, config: Config) -> anyhow::Result<()> {
+    listener.set_nonblocking(true)?;
+    let listener = tokio::net::TcpListener::from_std(listener)?;
+    let upstream = Upstream::new(config.socket.clone());
+    let keys = Arc::new(Keys::default());
+    let poll = tokio::spawn(pepo_edge::keys::follow(keys.clone(), upstream.clone()));
+    let edge = Arc::new(handler::Edge::new(keys, upstream));
+    let result = server::serve(listener, edge, server::Bounds::for_this_process(), end(config.lifeline)).await;
+    poll.abort();
+    result.context("the listener failed")
+}
+
+/// Until somebody asks for the end: by signal, or, with a lifeline, by closing our standard input (a parent that dies does).
+async fn end(lifeline: Lifeline) {
+    let (Ok(mut term), Ok(mut int)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt())) else {
+        tracing::error!("signals cannot be watched");
+        return;
+    };
+    let parent_gone = async {
+        match lifeline {
+            Lifeline::None => std::future::pending().await,
+            Lifeline::StandardInput => input_closes().await,
+        }
+    };
+    tokio::select! {
+        _ = term.recv() => tracing::info!("asked to end"),
+        _ = int.recv() => tracing::info!("interrupted"),
+        result = parent_gone => match result {
+            Ok(()) => tracing::info!("the process that started this one is gone"),
+            Err(error) => tracing::error!(%error, "--lifeline wants a pipe as standard input"),
+        },
+    }
+}
+
+async fn input_closes() -> std::io::Result<()> {
+    let input = std::os::fd::AsFd::as_fd(&std::io::stdin()).try_clone_to_owned()?;
+    let mut pipe = tokio::net::unix::pipe::Receiver::from_owned_fd(input)?;
+    let mut bytes = [0u8; 64];
+    while matches!(pipe.read(&mut bytes).await, Ok(n) if n > 0) {}
+    Ok(())
+}

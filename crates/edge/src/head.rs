@@ -1,0 +1,248 @@
+//! What of a head may pass, in both directions. A connection's own headers end here, so does whatever authenticated the
+//! caller, and nobody outside can speak for us in a `Pepo-` header.
+
+use http::header::{self, HeaderMap, HeaderName, HeaderValue};
+use http::request::Parts;
+use http::{Uri, Version};
+use pepo_api::{Answer, DIAL_UPGRADE, RequestId, Route};
+
+use crate::keys::Caller;
+
+/// The App that a request is for, told to the daemon.
+pub const APP: HeaderName = HeaderName::from_static("pepo-app");
+/// The key that a request came with, told to the daemon.
+pub const KEY: HeaderName = HeaderName::from_static("pepo-key");
+/// The request's id, told to both sides.
+pub const REQUEST_ID: HeaderName = HeaderName::from_static("pepo-request-id");
+
+/// Headers that are a connection's, not a message's (RFC 9110, 7.6.1), and those that end here.
+const NOT_PASSED: &[&str] = &[
+    "connection",
+    "keep-alive",
+    "proxy-connection",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "authorization",
+    "cookie",
+    "expect",
+    "host",
+    "forwarded",
+];
+
+/// Why a head is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refused {
+    /// A proxy's form of the target.
+    #[error("the request's target must be a path")]
+    Target,
+    /// HTTP/1.1 wants one.
+    #[error("exactly one Host header is needed")]
+    Host,
+    /// Two lengths, or one that is not a length.
+    #[error("the length of the body is told in more than one way")]
+    Length,
+}
+
+/// Refuses heads that two readers could understand differently. hyper has refused what cannot be parsed at all.
+///
+/// # Errors
+/// See [`Refused`].
+pub fn admit(head: &Parts) -> Result<(), Refused> {
+    let count = |name: HeaderName| head.headers.get_all(name).iter().count();
+    if head.uri.authority().is_some() || head.uri.scheme().is_some() {
+        return Err(Refused::Target);
+    }
+    let hosts = count(header::HOST);
+    if hosts > 1 || (hosts == 0 && head.version == Version::HTTP_11) {
+        return Err(Refused::Host);
+    }
+    let (lengths, encodings) = (count(header::CONTENT_LENGTH), count(header::TRANSFER_ENCODING));
+    let chunked = |value: &HeaderValue| value.as_bytes().eq_ignore_ascii_case(b"chunked");
+    let odd = head.headers.get(header::TRANSFER_ENCODING).is_some_and(|value| !chunked(value));
+    if lengths + encodings > 1 || odd {
+        return Err(Refused::Length);
+    }
+    Ok(())
+}
+
+/// The protocol that a request asks to change to, where the row has it.
+pub fn upgrade(row: &Route, headers: &HeaderMap) -> Option<&'static str> {
+    let protocol = match row.answer {
+        Answer::WebSocket => "websocket",
+        Answer::Upgrade => DIAL_UPGRADE,
+        _ => return None,
+    };
+    let asked =
+        headers.get(header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(protocol.as_bytes()));
+    let connection = named(headers).any(|name| name.eq_ignore_ascii_case("upgrade"));
+    (asked && connection).then_some(protocol)
+}
+
+/// The names in `Connection`.
+fn named(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    headers
+        .get_all(header::CONNECTION)
+        .iter()
+        .filter_map(|value| value.to_str().ok())
+        .flat_map(|value| value.split(','))
+        .map(str::trim)
+}
+
+fn keep(headers: &HeaderMap) -> HeaderMap {
+    let dropped: Vec<String> = named(headers).map(str::to_ascii_lowercase).collect();
+    let mut kept = HeaderMap::with_capacity(headers.len());
+    for (name, value) in headers {
+        let ours = name.as_str().starts_with("pepo-") || name.as_str().starts_with("x-forwarded-");
+        if !ours && !NOT_PASSED.contains(&name.as_str()) && !dropped.iter().any(|d| d == name.as_str()) {
+            kept.append(name.clone(), value.clone());
+        }
+    }
+    kept
+}
+
+fn text(value: impl std::fmt::Display) -> HeaderValue {
+    // Ids are letters, digits and an underscore.
+    HeaderValue::try_from(value.to_string()).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
+}
+
+/// The headers for the daemon. `length` stays only where the body does.
+pub fn to_daemon(headers: &HeaderMap, caller: Caller, id: RequestId, upgrade: Option<&'static str>) -> HeaderMap {
+    let mut kept = keep(headers);
+    kept.remove(header::CONTENT_LENGTH);
+    kept.insert(header::HOST, HeaderValue::from_static("pepod"));
+    kept.insert(APP, text(caller.app));
+    kept.insert(KEY, text(caller.key));
+    kept.insert(REQUEST_ID, text(id));
+    if let Some(protocol) = upgrade {
+        kept.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        kept.insert(header::UPGRADE, HeaderValue::from_static(protocol));
+    }
+    kept
+}
+
+/// The headers for the caller. The daemon's own `Pepo-` headers pass: they are answers.
+pub fn to_caller(headers: &HeaderMap, id: RequestId, upgrade: Option<&'static str>) -> HeaderMap {
+    let mut kept = keep(headers);
+    for (name, value) in headers.iter().filter(|(name, _)| name.as_str().starts_with("pepo-")) {
+        kept.append(name.clone(), value.clone());
+    }
+    kept.insert(REQUEST_ID, text(id));
+    // Bytes of a guest may be the body: no browser may guess what they are, and no cache keep them.
+    kept.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    kept.entry(header::CACHE_CONTROL).or_insert(HeaderValue::from_static("no-store"));
+    if let Some(protocol) = upgrade {
+        kept.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
+        kept.insert(header::UPGRADE, HeaderValue::from_static(protocol));
+    }
+    kept
+}
+
+/// Path and query, as they came.
+pub fn target(uri: &Uri) -> Uri {
+    uri.path_and_query().map_or_else(|| Uri::from_static("/"), |both| Uri::from(both.clone()))
+}
+
+/// The one key in `Authorization: Bearer KEY`.
+pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut all = headers.get_all(header::AUTHORIZATION).iter();
+    let value = all.next()?.as_bytes();
+    let (scheme, key) = value.split_at_checked(7)?;
+    (all.next().is_none() && scheme.eq_ignore_ascii_case(b"bearer ") && !key.is_empty()).then_some(key.trim_ascii())
+}
+
+#[cfg(test)]
+mod tests {
+    use http::Request;
+    use pepo_api::{AppId, KeyId, route};
+
+    use super::*;
+
+    fn headers(pairs: &[(&str, &str)]) -> HeaderMap {
+        pairs
+            .iter()
+            .map(|(name, value)| {
+                (name.parse::<HeaderName>().expect("name"), HeaderValue::from_str(value).expect("value"))
+            })
+            .collect()
+    }
+
+    fn parts(uri: &str, pairs: &[(&str, &str)]) -> Parts {
+        let (mut parts, ()) = Request::get(uri).body(()).expect("request").into_parts();
+        parts.headers = HeaderMap::new();
+        for (name, value) in pairs {
+            parts
+                .headers
+                .append(name.parse::<HeaderName>().expect("name"), HeaderValue::from_str(value).expect("value"));
+        }
+        parts
+    }
+
+    #[test]
+    fn nothing_of_the_callers_connection_or_credential_reaches_the_daemon() {
+        let given = headers(&[
+            ("authorization", "Bearer secret"),
+            ("cookie", "a=b"),
+            ("pepo-app", "app_x"),
+            ("pepo-anything", "x"),
+            ("connection", "close, X-Hop"),
+            ("x-hop", "1"),
+            ("te", "trailers"),
+            ("transfer-encoding", "chunked"),
+            ("x-forwarded-for", "1.2.3.4"),
+            ("forwarded", "for=1"),
+            ("upgrade", "h2c"),
+            ("host", "evil"),
+            ("content-length", "5"),
+            ("accept", "text/event-stream"),
+            ("last-event-id", "9"),
+        ]);
+        let caller = Caller { app: AppId::generate(), key: KeyId::generate() };
+        let id = RequestId::generate();
+        let sent = to_daemon(&given, caller, id, None);
+        let mut names: Vec<&str> = sent.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["accept", "host", "last-event-id", "pepo-app", "pepo-key", "pepo-request-id"]);
+        assert_eq!(sent[APP], caller.app.to_string().as_str());
+        assert_eq!(sent[header::HOST], "pepod");
+    }
+
+    #[test]
+    fn heads_with_two_meanings_are_refused() {
+        let host = ("host", "x");
+        assert_eq!(admit(&parts("/v1/sessions", &[host])), Ok(()));
+        assert_eq!(admit(&parts("http://x/v1/sessions", &[host])), Err(Refused::Target));
+        assert_eq!(admit(&parts("/", &[])), Err(Refused::Host));
+        assert_eq!(admit(&parts("/", &[host, host])), Err(Refused::Host));
+        let both = [host, ("content-length", "1"), ("transfer-encoding", "chunked")];
+        assert_eq!(admit(&parts("/", &both)), Err(Refused::Length));
+        assert_eq!(admit(&parts("/", &[host, ("content-length", "1"), ("content-length", "1")])), Err(Refused::Length));
+        assert_eq!(admit(&parts("/", &[host, ("transfer-encoding", "gzip, chunked")])), Err(Refused::Length));
+    }
+
+    #[test]
+    fn only_the_rows_own_upgrade_passes() {
+        let websocket = headers(&[("connection", "keep-alive, Upgrade"), ("upgrade", "WebSocket")]);
+        assert_eq!(upgrade(&route::command_attach, &websocket), Some("websocket"));
+        assert_eq!(upgrade(&route::dial, &websocket), None);
+        assert_eq!(upgrade(&route::session_list, &websocket), None);
+        assert_eq!(upgrade(&route::command_attach, &headers(&[("upgrade", "websocket")])), None);
+        assert_eq!(
+            upgrade(&route::dial, &headers(&[("connection", "upgrade"), ("upgrade", "pepo-dial")])),
+            Some("pepo-dial")
+        );
+    }
+
+    #[test]
+    fn there_is_one_key_or_none() {
+        assert_eq!(bearer(&headers(&[("authorization", "bearer pepo_x")])), Some(&b"pepo_x"[..]));
+        for value in ["Bearer", "Bearer ", "Basic pepo_x", "pepo_x", ""] {
+            assert_eq!(bearer(&headers(&[("authorization", value)])), None, "{value}");
+        }
+        let two = parts("/", &[("authorization", "Bearer a"), ("authorization", "Bearer b")]);
+        assert_eq!(bearer(&two.headers), None);
+    }
+}

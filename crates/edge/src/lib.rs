@@ -1,0 +1,23 @@
+//! The Edge API: the only way in for strangers. It authenticates, bounds and forwards; it decides nothing about Sessions
+//! and owns no state, and it has no rights on this host beyond one loopback port and one Unix socket.
+//!
+//! ```text
+//! stranger --TCP--> server (bounds) -> handler: path -> key -> head -> body --edge.sock--> pepod
+//!                                        ^
+//!                     keys (a copy of pepod's, at most 5 s old, else nobody is let in)
+//! ```
+//!
+//! One handler serves every row of [`pepo_api::ROUTES`] that is a tenant's. What the daemon answers passes through.
+
+#![forbid(unsafe_code)]
+
+pub mod body;
+pub mod config;
+pub mod handler;
+pub mod head;
+pub mod keys;
+pub mod path;
+pub mod port;
+pub mod rights;
+pub mod server;
+pub mod upstream;

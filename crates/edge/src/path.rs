@@ -1,0 +1,135 @@
+//! From a path to a row of the table. Only rows of tenants exist here; an operator's path is unknown like any other.
+
+use http::Method;
+use pepo_api::{Audience, ROUTES, Route};
+
+/// What a path leads to.
+#[derive(Debug)]
+pub enum Found {
+    /// A tenant's row.
+    Row(&'static Route),
+    /// `/healthz`: whether this process lives.
+    Healthz,
+    /// `/readyz`: whether requests would be served.
+    Readyz,
+    /// The path is there, with these methods.
+    WrongMethod(Vec<&'static Method>),
+    /// Nothing.
+    Nothing,
+}
+
+/// Finds the row of a method and a path as sent. Where a word and a parameter both fit, the word wins.
+pub fn find(method: &Method, path: &str) -> Found {
+    if !plain(path) {
+        return Found::Nothing;
+    }
+    let mut best: Option<(usize, &'static Route)> = None;
+    let mut methods = Vec::new();
+    for row in ROUTES.iter().filter(|row| matches!(row.audience, Audience::Tenant | Audience::Anyone)) {
+        let Some(words) = fits(row.path, path) else { continue };
+        if row.method != method {
+            methods.push(row.method);
+        } else if best.is_none_or(|(most, _)| words > most) {
+            best = Some((words, row));
+        }
+    }
+    match best {
+        Some((_, row)) if row.audience == Audience::Tenant => Found::Row(row),
+        Some((_, row)) if row.path == "/healthz" => Found::Healthz,
+        Some(_) => Found::Readyz,
+        None if methods.is_empty() => Found::Nothing,
+        None => Found::WrongMethod(methods),
+    }
+}
+
+/// How many segments are words of the pattern rather than parameters, if the path fits it.
+fn fits(pattern: &str, path: &str) -> Option<usize> {
+    let mut words = 0;
+    let mut given = path.split('/');
+    for wanted in pattern.split('/') {
+        let segment = given.next()?;
+        if wanted.starts_with('{') {
+            if segment.is_empty() {
+                return None;
+            }
+        } else if wanted == segment {
+            words += 1;
+        } else {
+            return None;
+        }
+    }
+    given.next().is_none().then_some(words)
+}
+
+/// Whether two readers can only see the same path in it: no empty or dot segments, none of them encoded, no encoded slash.
+fn plain(path: &str) -> bool {
+    let lower = path.to_ascii_lowercase();
+    let segments = lower.strip_prefix('/').unwrap_or(&lower).split('/');
+    let dots = |segment: &str| matches!(segment.replace("%2e", ".").as_str(), "" | "." | "..");
+    path.len() <= 4096
+        && path.starts_with('/')
+        && !segments.into_iter().any(dots)
+        && !["%2f", "%5c", "%00", "\\"].iter().any(|bad| lower.contains(bad))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn name(method: Method, path: &str) -> String {
+        match find(&method, path) {
+            Found::Row(row) => row.name.into(),
+            other => format!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn every_tenant_row_is_found_by_its_own_path() {
+        for row in ROUTES.iter().filter(|row| row.audience == Audience::Tenant) {
+            let path: Vec<&str> = row.path.split('/').map(|s| if s.starts_with('{') { "x1" } else { s }).collect();
+            assert_eq!(name(row.method.clone(), &path.join("/")), row.name);
+        }
+    }
+
+    #[test]
+    fn no_row_of_the_operator_or_the_edge_is_reachable() {
+        for row in ROUTES.iter().filter(|row| matches!(row.audience, Audience::Operator | Audience::Edge)) {
+            let path: Vec<&str> = row.path.split('/').map(|s| if s.starts_with('{') { "x1" } else { s }).collect();
+            assert!(
+                !matches!(find(row.method, &path.join("/")), Found::Row(found) if found.name == row.name),
+                "{}",
+                row.name
+            );
+        }
+        assert_eq!(name(Method::POST, "/v1/down"), "Nothing");
+        assert_eq!(name(Method::GET, "/v1/edge/state"), "Nothing");
+    }
+
+    #[test]
+    fn paths_that_two_readers_may_see_differently_are_nothing() {
+        for path in [
+            "/v1//sessions",
+            "/v1/./sessions",
+            "/v1/images/../sessions",
+            "/v1/images/%2e%2E/sessions",
+            "/v1/sessions/",
+            "/v1/sessions/a%2Fb",
+            "/v1/sessions/a%5cb",
+            "/v1/sessions/a\\b",
+            "/v1/sessions/%00",
+            "v1/sessions",
+            "",
+            "*",
+        ] {
+            assert_eq!(name(Method::GET, path), "Nothing", "{path}");
+        }
+    }
+
+    #[test]
+    fn a_wrong_method_says_which_there_are() {
+        match find(&Method::PUT, "/v1/sessions") {
+            Found::WrongMethod(methods) => assert_eq!(methods, [&Method::POST, &Method::GET]),
+            other => panic!("{other:?}"),
+        }
+    }
+}

@@ -1,0 +1,210 @@
+//! The listener and its bounds: how many connections, how large a head, how slow a caller.
+
+use std::io::{self, Write};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::{Semaphore, watch};
+use tokio::time::{Instant, Sleep};
+
+use crate::handler::Edge;
+
+/// What a stranger may use up.
+#[derive(Clone, Copy, Debug)]
+pub struct Bounds {
+    /// Connections at once; one more is told so and closed.
+    pub connections: usize,
+    /// Bytes of a request's head.
+    pub head_bytes: usize,
+    /// Headers of a request.
+    pub headers: usize,
+    /// From the first byte of a head, or the end of the last answer, to the end of the head.
+    pub head_within: Duration,
+    /// How long a caller may not read while we have something for it.
+    pub write_stall: Duration,
+    /// How long the connections get at the end.
+    pub end_within: Duration,
+}
+
+impl Bounds {
+    /// The usual ones; each connection has two descriptors, so the limit on those bounds the connections too.
+    pub fn for_this_process() -> Self {
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
+        let fit = usize::try_from(files.saturating_sub(64) / 2).unwrap_or(usize::MAX);
+        Self {
+            connections: fit.clamp(8, 1024),
+            head_bytes: 16 * 1024,
+            headers: 100,
+            head_within: Duration::from_secs(15),
+            write_stall: Duration::from_secs(300),
+            end_within: Duration::from_secs(5),
+        }
+    }
+}
+
+/// Serves until `end`, then lets what runs finish for a moment.
+///
+/// # Errors
+/// The listener's, where it cannot go on.
+pub async fn serve(
+    listener: TcpListener,
+    edge: Arc<Edge>,
+    bounds: Bounds,
+    end: impl Future<Output = ()>,
+) -> io::Result<()> {
+    let places = Arc::new(Semaphore::new(bounds.connections));
+    let (ending, _) = watch::channel(());
+    let mut end = pin!(end);
+    tracing::info!(address = %listener.local_addr()?, connections = bounds.connections, "serving");
+    loop {
+        let stream = tokio::select! {
+            () = &mut end => break,
+            accepted = listener.accept() => match accepted {
+                Ok((stream, _)) => stream,
+                Err(error) if passing(&error) => continue,
+                Err(error) => {
+                    // Out of descriptors or memory: what runs must end first.
+                    tracing::warn!(%error, "a connection could not be accepted");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    continue;
+                }
+            },
+        };
+        let Ok(place) = places.clone().try_acquire_owned() else {
+            full(stream);
+            continue;
+        };
+        tokio::spawn(connection(stream, edge.clone(), bounds, Arc::new(place), ending.subscribe()));
+    }
+    drop(listener);
+    drop(ending);
+    let all = u32::try_from(bounds.connections).unwrap_or(u32::MAX);
+    if tokio::time::timeout(bounds.end_within, places.acquire_many(all)).await.is_err() {
+        tracing::info!("connections were cut");
+    }
+    Ok(())
+}
+
+/// Errors of one connection that was gone before it was taken.
+fn passing(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::ConnectionAborted | io::ErrorKind::ConnectionReset | io::ErrorKind::Interrupted
+    )
+}
+
+/// Says that there is no place, without waiting for anything.
+fn full(stream: TcpStream) {
+    tracing::warn!("no place for another connection");
+    const BODY: &str = r#"{"error":{"code":"unavailable","message":"too many connections","retryable":true}}"#;
+    if let Ok(mut stream) = stream.into_std() {
+        let _ = write!(
+            stream,
+            "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{BODY}",
+            BODY.len()
+        );
+    }
+}
+
+async fn connection(
+    stream: TcpStream,
+    edge: Arc<Edge>,
+    bounds: Bounds,
+    place: crate::handler::Place,
+    mut ending: watch::Receiver<()>,
+) {
+    let _ = stream.set_nodelay(true);
+    let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
+    let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60));
+    let service = service_fn(move |request| {
+        let (edge, place) = (edge.clone(), place.clone());
+        async move { edge.answer(request, place).await }
+    });
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(bounds.head_within)
+        .max_header_size(bounds.head_bytes)
+        .max_headers(bounds.headers)
+        .serve_connection(TokioIo::new(Stalling::new(stream, bounds.write_stall)), service)
+        .with_upgrades();
+    let mut connection = pin!(connection);
+    let mut told = false;
+    let result = loop {
+        tokio::select! {
+            result = connection.as_mut() => break result,
+            _ = ending.changed(), if !told => {
+                told = true;
+                connection.as_mut().graceful_shutdown();
+            }
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%error, "a connection ended");
+    }
+}
+
+/// A stream whose writes fail once the other side has not read for too long.
+struct Stalling {
+    stream: TcpStream,
+    most: Duration,
+    /// Runs while a write waits.
+    waiting: Option<Pin<Box<Sleep>>>,
+}
+
+impl Stalling {
+    fn new(stream: TcpStream, most: Duration) -> Self {
+        Self { stream, most, waiting: None }
+    }
+
+    fn watch<T>(&mut self, polled: Poll<io::Result<T>>, cx: &mut Context<'_>) -> Poll<io::Result<T>> {
+        if polled.is_ready() {
+            self.waiting = None;
+            return polled;
+        }
+        let most = self.most;
+        let timer = self.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep_until(Instant::now() + most)));
+        ready!(timer.as_mut().poll(cx));
+        Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
+    }
+}
+
+impl AsyncRead for Stalling {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Stalling {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write(cx, bytes);
+        self.watch(polled, cx)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        let polled = Pin::new(&mut self.stream).poll_write_vectored(cx, bytes);
+        self.watch(polled, cx)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
