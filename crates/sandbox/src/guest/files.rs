@@ -57,12 +57,19 @@ impl Guest {
         Ok(Upload::of(self.open(new_op(), Operation::TarIn(tar)).await?))
     }
 
-    /// A directory's entries, at most `limit` of them.
+    /// A directory's entries, at most `limit` of them. The deadline of bytes is for all of it: entries that drip are
+    /// no progress.
     pub async fn list(&self, list: List, limit: usize) -> Result<Listing, Error> {
+        let after = self.0.deadlines.idle;
+        let whole = tokio::time::timeout(after, self.entries(list, limit));
+        whole.await.unwrap_or(Err(Error::Timeout { what: "list a directory", after }))
+    }
+
+    async fn entries(&self, list: List, limit: usize) -> Result<Listing, Error> {
         let mut talk = self.open(new_op(), Operation::List(list)).await?;
         let mut entries = Vec::new();
         loop {
-            match talk.frame_soon().await? {
+            match talk.frame().await? {
                 Frame::Event(Event::Entries(some)) => {
                     let room = limit - entries.len();
                     let more = some.len() > room;
