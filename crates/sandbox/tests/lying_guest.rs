@@ -24,11 +24,8 @@ const HASTY: Deadlines = Deadlines {
     idle: Duration::from_millis(300),
 };
 
-const PATIENT: Deadlines = Deadlines {
-    connect: Duration::from_secs(30),
-    control: Duration::from_secs(30),
-    idle: Duration::from_secs(30),
-};
+const PATIENT: Deadlines =
+    Deadlines { connect: Duration::from_secs(30), control: Duration::from_secs(30), idle: Duration::from_secs(30) };
 
 /// Ten times what any of these may take on a busy machine.
 const AT_MOST: Duration = Duration::from_secs(30);
@@ -341,7 +338,8 @@ async fn an_attachment_out_of_order_is_refused() {
         let result = async { outputs(guest.attach(attach).await?).await }.await;
         assert!(is_protocol(&result), "{said:?}: {result:?}");
     }
-    let (guest, _directory) = parrot(PATIENT, vec![ACCEPTED, Frame::Gap { from: 5, to: 9 }, data(Channel::Err, 9, b"x")]);
+    let (guest, _directory) =
+        parrot(PATIENT, vec![ACCEPTED, Frame::Gap { from: 5, to: 9 }, data(Channel::Err, 9, b"x")]);
     let mut exec = guest.attach(attach(Some(5), false)).await.unwrap();
     assert_eq!(exec.next().await.unwrap().unwrap(), Output::Gap { from: 5, to: 9 });
     assert!(matches!(exec.next().await.unwrap().unwrap(), Output::Data { offset: 9, .. }));
@@ -435,8 +433,7 @@ async fn endless_answers_are_cut_off() {
             return;
         }
         end.say(&[ACCEPTED]).await;
-        let one =
-            OpSummary { op: OP, state: OpState::Ended, detached: false, kept_from: 0, next: 0, outcome: None };
+        let one = OpSummary { op: OP, state: OpState::Ended, detached: false, kept_from: 0, next: 0, outcome: None };
         let some = encoded(&[Frame::Event(Event::Ops(vec![one; 1000]))]);
         while end.stream.write_all(&some).await.is_ok() {}
     });
@@ -623,8 +620,7 @@ async fn an_upload_is_told_early_that_the_disk_is_full() {
             }
         }
     });
-    let mut upload =
-        guest.write(Write { path: "f".into(), mode: None, parents: false, user: None }).await.unwrap();
+    let mut upload = guest.write(Write { path: "f".into(), mode: None, parents: false, user: None }).await.unwrap();
     let sending = async {
         loop {
             upload.send(Bytes::from(vec![0; 256 * 1024])).await?;
@@ -688,6 +684,10 @@ async fn a_connection_passes_bytes_both_ways_and_each_way_ends_by_itself() {
 
 #[tokio::test]
 async fn full_is_an_answer_and_leaves_room_for_what_is_urgent() {
+    // Both ends of each stream are in this process.
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    rustix::process::setrlimit(rustix::process::Resource::Nofile, raised).unwrap();
     let open = Arc::new(AtomicUsize::new(0));
     let count = open.clone();
     let (guest, _directory) = guest(PATIENT, move |mut end| {

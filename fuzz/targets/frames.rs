@@ -1,0 +1,9 @@
+//! The codec: any bytes, cut anywhere.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| pepo_fuzz::frames(bytes));
+
+libfuzzer_sys::fuzz_mutator!(|input: &mut [u8], size: usize, most: usize, chance: u32| {
+    pepo_fuzz::mutate(pepo_fuzz::FRAMES, input, size, most, chance)
+});
