@@ -12,6 +12,7 @@
 
 pub mod activate;
 pub mod boot;
+pub mod builder;
 pub mod cgroup;
 pub mod guest;
 pub mod host;
