@@ -40,7 +40,7 @@ pub enum Operation {
     /// Set the size of an Exec's terminal.
     #[n(5)]
     Resize(#[n(0)] Resize),
-    /// End an operation; for an Exec, kill its tree; for an Attach, only the attachment. Answered when it has ended.
+    /// End an operation; for an Exec, kill its tree. Answered when it has ended. Attachments are left by Leave.
     #[n(6)]
     Cancel(#[n(0)] Cancel),
     /// Which operations there are; answered by [`Event::Ops`].
@@ -92,6 +92,9 @@ pub enum Operation {
     /// End all programs, flush, unmount, power off. Answered before the power goes.
     #[n(22)]
     Shutdown,
+    /// Close the streams opened under a name, and do nothing else.
+    #[n(23)]
+    Leave(#[n(0)] Leave),
 }
 
 impl Operation {
@@ -104,6 +107,7 @@ impl Operation {
                 | Operation::Signal(_)
                 | Operation::Resize(_)
                 | Operation::Cancel(_)
+                | Operation::Leave(_)
                 | Operation::Ops
                 | Operation::Ping
                 | Operation::Sync
@@ -281,6 +285,15 @@ pub struct Cancel {
     /// Which one.
     #[n(0)]
     pub target: OpId,
+}
+
+/// Streams of an Exec or an Attach that nobody reads any more. The guest does not see that the host has closed one while
+/// data is stuck in it, and a reader that stands still holds the program back: so it is said aloud.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub struct Leave {
+    /// The name their Request had. The program goes on, under its lease where no other stream is left.
+    #[n(0)]
+    pub stream: OpId,
 }
 
 /// A file's bytes, guest to host.

@@ -18,14 +18,13 @@ use tokio::sync::mpsc;
 use tokio_util::codec::{Decoder, Encoder};
 
 /// Short, so that what must time out does soon; a test that must not time out uses [`PATIENT`].
-const HASTY: Deadlines = Deadlines {
-    connect: Duration::from_millis(300),
-    control: Duration::from_millis(300),
-    idle: Duration::from_millis(300),
-};
+const HASTY: Deadlines = deadlines(Duration::from_millis(300));
 
-const PATIENT: Deadlines =
-    Deadlines { connect: Duration::from_secs(30), control: Duration::from_secs(30), idle: Duration::from_secs(30) };
+const PATIENT: Deadlines = deadlines(Duration::from_secs(30));
+
+const fn deadlines(all: Duration) -> Deadlines {
+    Deadlines { connect: all, control: all, cancel: all, idle: all }
+}
 
 /// Ten times what any of these may take on a busy machine.
 const AT_MOST: Duration = Duration::from_secs(30);
@@ -191,7 +190,7 @@ async fn outputs(mut exec: Exec) -> Result<Vec<Output>, Error> {
 /// What a program's stream comes to when the guest says this.
 async fn run(exec: proto::Exec, frames: Vec<Frame>) -> Result<Vec<Output>, Error> {
     let (guest, _directory) = parrot(PATIENT, frames);
-    tokio::time::timeout(AT_MOST, async { outputs(guest.exec(OP, exec).await?).await }).await.expect("it hangs")
+    tokio::time::timeout(AT_MOST, async { outputs(guest.exec(OP, exec).await?).await }).await.unwrap()
 }
 
 fn is_protocol<T>(result: &Result<T, Error>) -> bool {
@@ -468,7 +467,7 @@ async fn a_long_listing_stops_at_its_limit_and_is_cancelled() {
 }
 
 #[tokio::test]
-async fn a_dropped_download_is_cancelled_and_a_dropped_program_is_not() {
+async fn a_dropped_download_is_cancelled_and_a_dropped_program_is_left() {
     let (seen, mut events) = mpsc::unbounded_channel();
     let (guest, _directory) = guest(PATIENT, move |mut end| {
         let seen = seen.clone();
@@ -478,6 +477,10 @@ async fn a_dropped_download_is_cancelled_and_a_dropped_program_is_not() {
                 Operation::Cancel(cancel) => {
                     end.say(&[ACCEPTED, DONE]).await;
                     seen.send(("cancel", cancel.target)).unwrap();
+                }
+                Operation::Leave(leave) => {
+                    end.say(&[ACCEPTED, DONE]).await;
+                    seen.send(("leave", leave.stream)).unwrap();
                 }
                 Operation::Exec(_) => {
                     end.say(&[ACCEPTED, started()]).await;
@@ -501,7 +504,8 @@ async fn a_dropped_download_is_cancelled_and_a_dropped_program_is_not() {
 
     let exec = guest.exec(OP, program(false, None)).await.unwrap();
     drop(exec);
-    assert_eq!(next().await, ("closed", OP), "the stream of a program is closed and its program left alone");
+    assert_eq!(next().await, ("leave", OP), "the program is left alone");
+    assert_eq!(next().await, ("closed", OP));
     guest.cancel(OP).await.unwrap();
     assert_eq!(next().await, ("cancel", OP));
 }
@@ -728,9 +732,17 @@ async fn full_is_an_answer_and_leaves_room_for_what_is_urgent() {
     guest.ping().await.unwrap();
     guest.cancel(OP).await.unwrap();
     assert_eq!(open.load(Ordering::SeqCst), ordinary);
-    // A dropped handle gives its place back.
+    // A dropped handle gives its place back, once the guest has heard of it.
     running.pop();
-    running.push(guest.exec(OP, program(false, None)).await.unwrap());
+    let again = async {
+        loop {
+            match guest.exec(OP, program(false, None)).await {
+                Err(Error::Busy) => tokio::time::sleep(Duration::from_millis(5)).await,
+                other => break other,
+            }
+        }
+    };
+    running.push(tokio::time::timeout(AT_MOST, again).await.unwrap().unwrap());
 }
 
 #[tokio::test]

@@ -69,6 +69,7 @@ fn operation() -> impl Strategy<Value = Operation> {
         })),
         (op(), pty()).prop_map(|(target, size)| Operation::Resize(Resize { target, size })),
         op().prop_map(|target| Operation::Cancel(Cancel { target })),
+        op().prop_map(|stream| Operation::Leave(Leave { stream })),
         Just(Operation::Ops),
         Just(Operation::Ping),
         (path(), any::<u64>(), of(any::<u64>())).prop_map(|((path, user), offset, length)| Operation::Read(Read {

@@ -1,7 +1,7 @@
 //! Programs: starting one, joining one, its output as a stream and its input with backpressure.
 //!
-//! Dropping an [`Exec`] closes its stream and nothing else: the guest gives the program 30 s to be joined again, then
-//! kills it, unless it is detached. [`Exec::cancel`] kills it now.
+//! Dropping an [`Exec`] leaves its program alone: the guest is told that the stream is not read any more, gives the
+//! program 30 s to be joined again, then kills it, unless it is detached. [`Exec::cancel`] kills it now.
 
 use std::future::poll_fn;
 use std::pin::Pin;

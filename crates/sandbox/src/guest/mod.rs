@@ -9,9 +9,9 @@
 //! operation -> permit -> connect -> Request -> Accepted -> frames, checked by order.rs -> End -> close
 //! ```
 //!
-//! A dropped handle closes its stream. What that means for the operation: a program goes on under its lease (see
-//! [`Exec`]); everything else is cancelled, on a stream kept for it, because a guest does not notice a closed stream
-//! while its data is stuck.
+//! A dropped handle closes its stream, and says so on a stream kept for it, because a guest does not notice a closed
+//! stream while its data is stuck: a program is left and goes on under its lease (see [`Exec`]), everything else is
+//! cancelled.
 
 mod dial;
 mod exec;
@@ -87,13 +87,20 @@ pub struct Deadlines {
     pub connect: Duration,
     /// To accept an operation, and to finish one that is short.
     pub control: Duration,
+    /// To end another operation. A killed process may be in an uninterruptible wait, for which the guest itself waits 20 s.
+    pub cancel: Duration,
     /// Between two frames of a file, a tree or a listing, and to take bytes of one.
     pub idle: Duration,
 }
 
 impl Default for Deadlines {
     fn default() -> Self {
-        Deadlines { connect: Duration::from_secs(5), control: Duration::from_secs(10), idle: Duration::from_secs(60) }
+        Deadlines {
+            connect: Duration::from_secs(5),
+            control: Duration::from_secs(10),
+            cancel: Duration::from_secs(25),
+            idle: Duration::from_secs(60),
+        }
     }
 }
 
@@ -161,7 +168,7 @@ impl Guest {
 
     /// Ends an operation; a program with all its processes. Answered when it has ended.
     pub async fn cancel(&self, target: OpId) -> Result<(), Error> {
-        self.plain(Operation::Cancel(Cancel { target })).await
+        self.control(Operation::Cancel(Cancel { target }), self.0.deadlines.cancel, |_| Ok(())).await
     }
 
     /// The programs that run, and those whose output is still kept.
@@ -325,6 +332,8 @@ enum Leaving {
     Close,
     /// The operation is cancelled, then the stream is closed.
     Cancel,
+    /// The guest is told that nobody reads the stream, then it is closed.
+    Leave,
     /// All was said but the guest's `End`: the stream is closed when that is there, so that nothing sent is lost.
     Linger,
 }
@@ -332,9 +341,8 @@ enum Leaving {
 impl Leaving {
     fn of(operation: &Operation) -> Self {
         match operation {
-            // An attachment is an operation of its own: cancelling it leaves the program alone.
-            Operation::Attach(_)
-            | Operation::Read(_)
+            Operation::Exec(_) | Operation::Attach(_) => Leaving::Leave,
+            Operation::Read(_)
             | Operation::Write(_)
             | Operation::List(_)
             | Operation::Stat(_)
@@ -359,12 +367,12 @@ struct Leave {
 }
 
 impl Leave {
-    /// Closes, after a Cancel where one is due. The stream and its permit are kept until the Cancel is answered or its
+    /// Closes, after saying so where it must be said. The stream and its permit are kept until that is answered or its
     /// deadline is over, so there are never more of these tasks than streams.
     fn now(&mut self, wire: Arc<stream::Wire>) {
         let permit = self.permit.take();
         let runtime = match self.leaving {
-            Leaving::Cancel | Leaving::Linger => tokio::runtime::Handle::try_current().ok(),
+            Leaving::Cancel | Leaving::Leave | Leaving::Linger => tokio::runtime::Handle::try_current().ok(),
             Leaving::Close => None,
         };
         let Some(runtime) = runtime else {
@@ -373,10 +381,16 @@ impl Leave {
         };
         let (guest, op, leaving) = (self.guest.clone(), self.op, self.leaving);
         runtime.spawn(async move {
-            if leaving == Leaving::Linger {
-                let _ = tokio::time::timeout(guest.0.deadlines.control, wire.heard()).await;
-            } else if let Err(error) = guest.cancel(op).await {
-                tracing::debug!(%op, %error, "an operation nobody waits for could not be cancelled");
+            let told = match leaving {
+                Leaving::Cancel => guest.cancel(op).await,
+                Leaving::Leave => guest.plain(Operation::Leave(pepo_proto::Leave { stream: op })).await,
+                Leaving::Linger | Leaving::Close => {
+                    let _ = tokio::time::timeout(guest.0.deadlines.control, wire.heard()).await;
+                    Ok(())
+                }
+            };
+            if let Err(error) = told {
+                tracing::debug!(%op, %error, "the guest could not be told that nobody waits for an operation");
             }
             wire.close();
             drop(permit);

@@ -80,6 +80,7 @@ fn class(operation: &Operation) -> Class {
         | Operation::Signal(_)
         | Operation::Resize(_)
         | Operation::Cancel(_)
+        | Operation::Leave(_)
         | Operation::Ping
         | Operation::Write(_)
         | Operation::Make(_)
