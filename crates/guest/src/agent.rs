@@ -1,0 +1,650 @@
+//! The agent: accepts streams, gives each to its operation, and answers the small ones itself.
+//!
+//! One thread, one task per stream; what blocks (starting programs, files) is on threads of the runtime's pool, and
+//! bounded. Everything that a peer can make grow has a limit here. Called by `main` and, in a guest, by `init`.
+//!
+//! ```text
+//!   accept -> first frame within 10 s, a Request -> room among the streams? -> the operation -> End -> host closes
+//! ```
+
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, VecDeque};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+use std::rc::Rc;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use pepo_proto::{
+    Activate, Cause, Event, Exec, FailureCode, Frame, GENERATION, Hello, HelloReply, LEASE_SECONDS, MAX_STREAMS, OpId,
+    OpSummary, Operation, Outcome, Request, Stats, URGENT_STREAMS, Variable,
+};
+use tokio::sync::Notify;
+use tokio::task::{spawn_blocking, spawn_local};
+use tokio::time::{interval, sleep, timeout};
+
+use crate::attach::{self, Wants};
+use crate::exec::{self, Op};
+use crate::ring::{Kept, Ring};
+use crate::spawn::{Environment, Launch, Wiring};
+use crate::stream::{Stream, failed};
+use crate::sys;
+use crate::tree::{self, Trees};
+use crate::user::{User, Users};
+
+/// How long a new stream may take to send its Request.
+const FIRST_FRAME: Duration = Duration::from_secs(10);
+
+/// How long ended commands' output is kept (surface: "at most 10 min after its end").
+const KEEP: Duration = Duration::from_secs(600);
+
+/// Ended commands that are remembered by name and outcome, so that a repeated Exec does not run again.
+const REMEMBERED: usize = 4096;
+
+/// Commands that run at once.
+const MAX_RUNNING: usize = 256;
+
+/// Answers of operations that change something, kept for a repeated Request.
+const ANSWERS: usize = 1024;
+
+/// Operations on files at once; each has a thread.
+const MAX_FILE_OPERATIONS: usize = 48;
+
+/// Threads for what blocks: those of file operations, and some for starting programs.
+pub const THREADS: usize = MAX_FILE_OPERATIONS + 16;
+
+/// How long Shutdown waits between the polite signal and the other one.
+const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
+
+/// Whether this program may act on the machine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Effects {
+    /// It is the guest's: host name, clock, mounts and power are its business.
+    Pid1,
+    /// It is a process on somebody's machine: those are answered and not done, and only its own children are touched.
+    Process,
+}
+
+/// How the agent is run.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// What it may do.
+    pub effects: Effects,
+    /// How long a command outlives its last stream.
+    pub lease: Duration,
+}
+
+impl Settings {
+    /// Those of a release.
+    pub fn new(effects: Effects) -> Self {
+        Settings { effects, lease: Duration::from_secs(LEASE_SECONDS) }
+    }
+}
+
+/// Everything the operations share.
+pub struct Agent {
+    settings: Settings,
+    /// See [`Settings::lease`].
+    pub lease: Duration,
+    /// The budget of kept output.
+    pub kept: Rc<Kept>,
+    /// Where commands' process trees come from.
+    pub trees: Rc<Trees>,
+    /// Nothing to read and nowhere to write.
+    pub null: Arc<OwnedFd>,
+    /// Pipes being read for processes that outlived their command.
+    pub sinks: Cell<usize>,
+    users: Rc<Users>,
+    image_env: RefCell<Environment>,
+    activation: RefCell<Option<Vec<Variable>>>,
+    ops: RefCell<HashMap<OpId, Rc<Op>>>,
+    ended: RefCell<VecDeque<OpId>>,
+    running: Cell<usize>,
+    /// Operations that are not commands, while they run.
+    others: RefCell<HashMap<OpId, Rc<Notify>>>,
+    answers: RefCell<VecDeque<(OpId, Outcome)>>,
+    streams: Cell<usize>,
+    file_operations: Cell<usize>,
+    listening_ms: u64,
+    over: Notify,
+}
+
+/// Milliseconds since the kernel started.
+fn uptime_ms() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+    time.tv_sec as u64 * 1000 + time.tv_nsec as u64 / 1_000_000
+}
+
+/// Runs the agent on a listening socket until Shutdown, or until `stop` says so.
+///
+/// # Errors
+/// Where the runtime or the socket fails: the agent cannot go on then.
+pub fn run(listener: OwnedFd, settings: Settings) -> io::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_io()
+        .enable_time()
+        .max_blocking_threads(THREADS)
+        .thread_stack_size(512 << 10)
+        .build()?;
+    let local = tokio::task::LocalSet::new();
+    let result = local.block_on(&runtime, serve(listener, settings));
+    // Threads that still move files are not waited for.
+    runtime.shutdown_background();
+    result
+}
+
+async fn serve(listener: OwnedFd, settings: Settings) -> io::Result<()> {
+    let in_guest = settings.effects == Effects::Pid1;
+    let commands = Path::new(tree::COMMANDS);
+    let null = rustix::fs::open(
+        "/dev/null",
+        rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC,
+        rustix::fs::Mode::empty(),
+    )?;
+    let agent = Rc::new(Agent {
+        lease: settings.lease,
+        kept: Kept::new(memory().0),
+        trees: Trees::new((in_guest && commands.is_dir()).then_some(commands)),
+        null: Arc::new(null),
+        sinks: Cell::new(0),
+        users: Rc::new(Users::new(Path::new("/"))),
+        image_env: RefCell::default(),
+        activation: RefCell::new(None),
+        ops: RefCell::default(),
+        ended: RefCell::default(),
+        running: Cell::new(0),
+        others: RefCell::default(),
+        answers: RefCell::default(),
+        streams: Cell::new(0),
+        file_operations: Cell::new(0),
+        listening_ms: uptime_ms(),
+        over: Notify::new(),
+        settings,
+    });
+    let listener = sys::watch(listener, tokio::io::Interest::READABLE)?;
+    let mut sweep = interval(KEEP / 20);
+    let mut stop = stop_signal(in_guest)?;
+    loop {
+        tokio::select! {
+            ready = listener.readable() => {
+                let mut ready = ready?;
+                match ready.try_io(|listener| sys::accept(listener.as_fd())) {
+                    Ok(Ok((socket, cid))) => agent.clone().welcome(socket, cid),
+                    // The peer gave up, or descriptors are short: the next one may fare better.
+                    Ok(Err(_)) => sleep(Duration::from_millis(10)).await,
+                    Err(_would_block) => {}
+                }
+            }
+            _ = sweep.tick() => agent.forget_old(),
+            () = agent.over.notified() => return Ok(()),
+            () = stop.recv() => {
+                agent.kill_all();
+                return Ok(());
+            }
+        }
+    }
+}
+
+/// SIGTERM or SIGINT to a host process. A guest's agent does not end by either.
+struct Stop(Option<(tokio::signal::unix::Signal, tokio::signal::unix::Signal)>);
+
+fn stop_signal(in_guest: bool) -> io::Result<Stop> {
+    use tokio::signal::unix::{SignalKind, signal};
+    if in_guest {
+        return Ok(Stop(None));
+    }
+    Ok(Stop(Some((signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?))))
+}
+
+impl Stop {
+    async fn recv(&mut self) {
+        match &mut self.0 {
+            Some((terminate, interrupt)) => {
+                tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// A count that goes back when dropped.
+struct Counted(Rc<Agent>, fn(&Agent) -> &Cell<usize>);
+
+impl Counted {
+    fn one(agent: &Rc<Agent>, which: fn(&Agent) -> &Cell<usize>) -> Self {
+        which(agent).set(which(agent).get() + 1);
+        Counted(agent.clone(), which)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        let count = (self.1)(&self.0);
+        count.set(count.get() - 1);
+    }
+}
+
+/// The name of a running operation that is not a command; free again when dropped.
+struct Named(Rc<Agent>, OpId);
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        self.0.others.borrow_mut().remove(&self.1);
+    }
+}
+
+fn streams(agent: &Agent) -> &Cell<usize> {
+    &agent.streams
+}
+
+fn file_operations(agent: &Agent) -> &Cell<usize> {
+    &agent.file_operations
+}
+
+impl Agent {
+    /// Whether this is a guest.
+    pub fn is_guest(&self) -> bool {
+        self.settings.effects == Effects::Pid1
+    }
+
+    /// Who `user` is.
+    ///
+    /// # Errors
+    /// [`FailureCode::NotFound`] or [`FailureCode::Invalid`].
+    pub fn user(&self, user: Option<&str>) -> Result<User, Outcome> {
+        if user.is_none() && !rustix::process::geteuid().is_root() {
+            // It can be nobody else.
+            return self.find(&rustix::process::geteuid().as_raw().to_string());
+        }
+        match user {
+            Some(user) => self.find(user),
+            None if self.is_guest() => self.users.find(None).map_err(not_a_user),
+            // A host process keeps to its own account unless told otherwise.
+            None => self.find("0"),
+        }
+    }
+
+    fn find(&self, user: &str) -> Result<User, Outcome> {
+        self.users.find(Some(user)).map_err(not_a_user)
+    }
+
+    /// What Activate added to every command's environment.
+    pub fn activation_env(&self) -> Vec<Variable> {
+        self.activation.borrow().clone().unwrap_or_default()
+    }
+
+    /// The Image's environment.
+    pub fn image_env(&self) -> Environment {
+        self.image_env.borrow().clone()
+    }
+
+    /// Starts a program, off this thread where that may block for long.
+    ///
+    /// # Errors
+    /// What the host is to be told.
+    pub async fn launch(&self, launch: Launch, wiring: Wiring) -> Result<(i32, OwnedFd), Outcome> {
+        if self.is_guest() {
+            // A program's path may lead into a file system that answers late or never.
+            return spawn_blocking(move || launch.start(&wiring))
+                .await
+                .unwrap_or_else(|_| Err(failed(FailureCode::Io, "the program was not started")));
+        }
+        // On a host, children die with the thread that made them: that must be the one that lives as long as the agent.
+        launch.start(&wiring)
+    }
+
+    /// A command has ended.
+    pub fn ended(&self, id: OpId) {
+        self.running.set(self.running.get().saturating_sub(1));
+        let mut ended = self.ended.borrow_mut();
+        ended.push_back(id);
+        while ended.len() > REMEMBERED {
+            if let Some(oldest) = ended.pop_front() {
+                self.ops.borrow_mut().remove(&oldest);
+            }
+        }
+    }
+
+    fn forget_old(&self) {
+        let ops = self.ops.borrow();
+        for op in ops.values() {
+            if op.ended_at().is_some_and(|at| at.elapsed() > KEEP)
+                && let Ok(mut ring) = op.ring.try_borrow_mut()
+            {
+                ring.give_up();
+            }
+        }
+    }
+
+    fn kill_all(&self) {
+        for op in self.ops.borrow().values() {
+            op.kill_now();
+        }
+    }
+
+    fn op(&self, id: OpId) -> Result<Rc<Op>, Outcome> {
+        let op = self.ops.borrow().get(&id).cloned();
+        op.ok_or_else(|| failed(FailureCode::UnknownOp, format!("no command {id}")))
+    }
+
+    fn welcome(self: Rc<Self>, socket: OwnedFd, cid: Option<u32>) {
+        let stranger = cid.is_some_and(|cid| cid != sys::HOST_CID);
+        if stranger || self.streams.get() >= MAX_STREAMS {
+            return;
+        }
+        let counted = Counted::one(&self, streams);
+        spawn_local(async move {
+            if let Ok(stream) = Stream::new(socket) {
+                self.talk(stream).await;
+            }
+            drop(counted);
+        });
+    }
+
+    async fn talk(self: Rc<Self>, mut stream: Stream) {
+        let request = match timeout(FIRST_FRAME, stream.receive()).await {
+            Ok(Ok(Some(Frame::Request(request)))) => request,
+            Ok(Ok(Some(_))) => return stream.end(failed(FailureCode::Invalid, "a stream begins with a request")).await,
+            Ok(Ok(None)) | Err(_) | Ok(Err(pepo_proto::Error::Io(_) | pepo_proto::Error::Truncated)) => return,
+            Ok(Err(error)) => return stream.end(failed(FailureCode::Invalid, explain(&error))).await,
+        };
+        if !request.operation.is_urgent() && self.streams.get() > MAX_STREAMS - URGENT_STREAMS {
+            return stream.end(failed(FailureCode::Busy, "all streams are in use")).await;
+        }
+        let Request { op, operation } = request;
+        match operation {
+            Operation::Exec(exec) => self.exec(stream, op, exec).await,
+            Operation::Attach(wanted) => match self.op(wanted.target) {
+                Ok(target) => {
+                    let wants = Wants {
+                        from: wanted.from,
+                        input: wanted.input,
+                        keep_input: wanted.keep_input,
+                        sole: wanted.sole == Some(true),
+                    };
+                    attach::serve(stream, target, wants).await;
+                }
+                Err(outcome) => stream.end(outcome).await,
+            },
+            operation => self.other(stream, op, operation).await,
+        }
+    }
+
+    /// An operation that is not a command: runs once under its name, and can be cancelled.
+    async fn other(self: Rc<Self>, mut stream: Stream, id: OpId, operation: Operation) {
+        let answered = self.answers.borrow().iter().find(|(op, _)| *op == id).map(|(_, outcome)| outcome.clone());
+        if let Some(outcome) = answered {
+            if stream.queue(Frame::Accepted).is_ok() {
+                stream.end(outcome).await;
+            }
+            return;
+        }
+        if self.others.borrow().contains_key(&id) || self.ops.borrow().contains_key(&id) {
+            return stream.end(failed(FailureCode::Exists, format!("operation {id} runs already"))).await;
+        }
+        let cancel = Rc::new(Notify::new());
+        self.others.borrow_mut().insert(id, cancel.clone());
+        let named = Named(self.clone(), id);
+        match operation {
+            Operation::Dial(_)
+            | Operation::Read(_)
+            | Operation::Write(_)
+            | Operation::List(_)
+            | Operation::Stat(_)
+            | Operation::Make(_)
+            | Operation::Rename(_)
+            | Operation::Remove(_)
+            | Operation::Watch(_)
+            | Operation::TarOut(_)
+            | Operation::TarIn(_) => {
+                return stream.end(failed(FailureCode::Invalid, "this guest has no such operation")).await;
+            }
+            operation => {
+                let remember = matches!(operation, Operation::Activate(_));
+                let mut events = vec![];
+                let outcome = self.small(operation, &mut events).await;
+                if remember {
+                    self.remember(id, &outcome);
+                }
+                let mut queued = stream.queue(Frame::Accepted);
+                for event in events {
+                    queued = queued.and_then(|()| stream.queue(Frame::Event(event)));
+                }
+                match queued {
+                    Ok(()) => stream.end(outcome).await,
+                    Err(error) => stream.end(failed(FailureCode::Io, explain(&error))).await,
+                }
+            }
+        }
+        drop(named);
+    }
+
+    fn remember(&self, id: OpId, outcome: &Outcome) {
+        let mut answers = self.answers.borrow_mut();
+        if answers.len() >= ANSWERS {
+            answers.pop_front();
+        }
+        answers.push_back((id, outcome.clone()));
+    }
+
+    async fn exec(self: Rc<Self>, mut stream: Stream, id: OpId, exec: Exec) {
+        let known = self.ops.borrow().get(&id).cloned();
+        let wants = Wants { from: Some(0), input: exec.stdin || exec.pty.is_some(), keep_input: false, sole: false };
+        if let Some(op) = known {
+            return attach::serve(stream, op, wants).await;
+        }
+        if self.others.borrow().contains_key(&id) {
+            return stream.end(failed(FailureCode::Exists, format!("operation {id} runs already"))).await;
+        }
+        if let Err(outcome) = self.admit(&exec) {
+            return stream.end(outcome).await;
+        }
+        let op = Op::new(id, &exec, Ring::new(self.kept.clone()));
+        self.ops.borrow_mut().insert(id, op.clone());
+        self.running.set(self.running.get() + 1);
+        let environment = self.image_env();
+        spawn_local(exec::drive(self.clone(), op.clone(), exec, environment));
+        drop(self);
+        attach::serve(stream, op, wants).await;
+    }
+
+    fn admit(&self, exec: &Exec) -> Result<(), Outcome> {
+        if self.activation.borrow().is_none() {
+            return Err(failed(FailureCode::State, "the guest has not been activated"));
+        }
+        if let Some(size) = exec.pty {
+            exec::check_size(size)?;
+        }
+        if exec.argv.is_empty() {
+            return Err(failed(FailureCode::Invalid, "no program is named"));
+        }
+        if self.running.get() >= MAX_RUNNING {
+            return Err(failed(FailureCode::Busy, format!("{MAX_RUNNING} commands run already")));
+        }
+        Ok(())
+    }
+
+    /// Operations that are answered by a few events.
+    async fn small(self: &Rc<Self>, operation: Operation, events: &mut Vec<Event>) -> Outcome {
+        let result = match operation {
+            Operation::Hello(hello) => self.hello(hello).map(|reply| events.push(Event::Hello(reply))),
+            Operation::Activate(activate) => self.activate(activate),
+            Operation::Signal(signal) => match signal.signal {
+                1..=64 => self.op(signal.target).and_then(|op| op.signal(signal.signal, signal.tree)),
+                other => Err(failed(FailureCode::Invalid, format!("{other} is no signal"))),
+            },
+            Operation::Resize(resize) => self.op(resize.target).and_then(|op| op.resize(resize.size)),
+            Operation::Cancel(cancel) => self.cancel(cancel.target).await,
+            Operation::Ops => {
+                let summaries: Vec<OpSummary> = self.ops.borrow().values().map(|op| op.summary()).collect();
+                // An outcome may have a sentence of 1 KiB: so few are sure to fit a frame.
+                events.extend(summaries.chunks(32).map(|chunk| Event::Ops(chunk.to_vec())));
+                Ok(())
+            }
+            Operation::Ping => Ok(()),
+            Operation::Stats => {
+                events.push(Event::Stats(self.stats()));
+                Ok(())
+            }
+            Operation::Sync => {
+                // A host's disks are not ours to wait for.
+                if self.is_guest() && spawn_blocking(rustix::fs::sync).await.is_err() {
+                    Err(failed(FailureCode::Io, "the file systems were not flushed"))
+                } else {
+                    Ok(())
+                }
+            }
+            Operation::Shutdown => self.shutdown().await,
+            _ => Err(failed(FailureCode::Invalid, "this operation has no place here")),
+        };
+        result.map_or_else(|outcome| outcome, |()| Outcome::Done)
+    }
+
+    fn hello(&self, hello: Hello) -> Result<HelloReply, Outcome> {
+        if !(hello.oldest..=hello.newest).contains(&GENERATION) {
+            return Err(failed(
+                FailureCode::Generation,
+                format!("the guest speaks generation {GENERATION}, the host {}..={}", hello.oldest, hello.newest),
+            ));
+        }
+        Ok(HelloReply {
+            generation: GENERATION,
+            features: 0,
+            build: crate::BUILD.to_owned(),
+            kernel: rustix::system::uname().release().to_string_lossy().into_owned(),
+            boot_ms: self.listening_ms,
+            activated: self.activation.borrow().is_some(),
+        })
+    }
+
+    fn activate(&self, activate: Activate) -> Result<(), Outcome> {
+        if self.activation.borrow().is_some() {
+            return Err(failed(FailureCode::State, "the guest has been activated already"));
+        }
+        let label = activate.hostname.as_bytes();
+        let fits = |byte: &u8| byte.is_ascii_alphanumeric() || *byte == b'-';
+        if label.is_empty() || label.len() > 63 || !label.iter().all(fits) || label[0] == b'-' || label.ends_with(b"-")
+        {
+            return Err(failed(FailureCode::Invalid, format!("{:?} is no host name", activate.hostname)));
+        }
+        if activate.entropy.len() > sys::MAX_ENTROPY {
+            return Err(failed(FailureCode::Invalid, "more entropy than 512 bytes"));
+        }
+        Environment::default().add(&activate.env)?;
+        if self.is_guest() {
+            crate::mount::become_sandbox(&activate.hostname, activate.clock_unix_ns, &activate.entropy)
+                .map_err(|error| failed(FailureCode::Io, error.to_string()))?;
+        }
+        *self.image_env.borrow_mut() = Environment::of_image(Path::new("/"));
+        *self.activation.borrow_mut() = Some(activate.env);
+        Ok(())
+    }
+
+    async fn cancel(&self, target: OpId) -> Result<(), Outcome> {
+        if let Some(cancel) = self.others.borrow().get(&target) {
+            cancel.notify_one();
+            return Ok(());
+        }
+        let op = self.op(target)?;
+        op.ask_kill(Cause::Killed);
+        // A kill cannot be refused; what can take long is a process in an uninterruptible wait.
+        match timeout(Duration::from_secs(20), op.ended()).await {
+            Ok(_) => Ok(()),
+            Err(_) => Err(failed(FailureCode::Busy, "the command is killed and has not ended yet")),
+        }
+    }
+
+    fn stats(&self) -> Stats {
+        let (memory_bytes, memory_available_bytes) = memory();
+        let disk = rustix::fs::statvfs("/").ok();
+        let processes = std::fs::read_dir("/proc")
+            .map(|entries| {
+                let digits = |name: &std::ffi::OsStr| name.as_encoded_bytes().iter().all(u8::is_ascii_digit);
+                entries.flatten().filter(|entry| digits(&entry.file_name())).count() as u32
+            })
+            .unwrap_or(0);
+        Stats {
+            uptime_ms: uptime_ms(),
+            cpu_ms: cpu_ms(),
+            memory_bytes,
+            memory_available_bytes,
+            disk_bytes: disk.as_ref().map_or(0, |disk| disk.f_blocks * disk.f_frsize),
+            disk_used_bytes: disk.as_ref().map_or(0, |disk| (disk.f_blocks - disk.f_bfree) * disk.f_frsize),
+            processes,
+            commands: self.running.get() as u32,
+        }
+    }
+
+    /// Ends all programs. The power goes once the host has read the answer and closed, or after a second.
+    async fn shutdown(self: &Rc<Self>) -> Result<(), Outcome> {
+        if self.is_guest() {
+            sys::kill_all(15);
+            let until = Instant::now() + SHUTDOWN_GRACE;
+            while Instant::now() < until && crate::mount::has_processes() {
+                sleep(Duration::from_millis(10)).await;
+            }
+            sys::kill_all(9);
+            // The scratch disk ends with the Sandbox; what is to last is on no disk of ours yet unflushed after this.
+            let _ = timeout(Duration::from_secs(5), spawn_blocking(crate::mount::flush)).await;
+        } else {
+            self.kill_all();
+        }
+        let agent = self.clone();
+        spawn_local(async move {
+            let until = Instant::now() + Duration::from_secs(1);
+            // This stream counts itself until the host has closed it.
+            while Instant::now() < until && agent.streams.get() > 0 {
+                sleep(Duration::from_millis(5)).await;
+            }
+            if agent.is_guest() {
+                crate::mount::power_off();
+            }
+            agent.over.notify_one();
+        });
+        Ok(())
+    }
+}
+
+fn not_a_user(error: crate::user::Error) -> Outcome {
+    let code = match error {
+        crate::user::Error::Unknown(_) => FailureCode::NotFound,
+        crate::user::Error::Malformed(_) => FailureCode::Invalid,
+    };
+    failed(code, error.to_string())
+}
+
+/// An error and its reasons, in one line.
+pub fn explain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(reason) = source {
+        text = format!("{text}: {reason}");
+        source = reason.source();
+    }
+    text
+}
+
+/// Bytes of memory: all, and available.
+fn memory() -> (u64, u64) {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
+        line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) << 10
+    };
+    (field("MemTotal"), field("MemAvailable"))
+}
+
+/// Processor time used since boot, in milliseconds: all but idle and waiting.
+fn cpu_ms() -> u64 {
+    let text = std::fs::read_to_string("/proc/stat").unwrap_or_default();
+    let numbers = text.lines().next().unwrap_or_default().split_ascii_whitespace().skip(1);
+    let ticks: u64 = numbers
+        .take(8)
+        .enumerate()
+        .filter(|(i, _)| *i != 3 && *i != 4)
+        .filter_map(|(_, n)| n.parse::<u64>().ok())
+        .sum();
+    // User-visible ticks are a hundredth of a second on every Linux x86-64.
+    ticks * 10
+}

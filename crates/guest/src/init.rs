@@ -1,0 +1,197 @@
+//! PID 1: from the kernel's first program to a machine with an agent.
+//!
+//! Synchronous, no threads, no runtime. It loads modules, puts the root together, forks the agent, and then only reaps.
+//! Called by `main`. What it prints last on the console tells the host why a machine ended:
+//!
+//! | console | cause |
+//! |---|---|
+//! | [`AGENT_DIED`] or [`BOOT_FAILED`], from PID 1 | `guest_init_died` |
+//! | `Kernel panic - not syncing: Attempted to kill init!`, from the kernel | `guest_init_died` |
+//! | `Kernel panic - not syncing: …`, from the kernel, otherwise | `guest_panic` |
+//!
+//! ```text
+//!   initramfs: mounts, modules -> /dev/vda, /dev/vdb -> overlay -> switch root -> fork --> agent (serves)
+//!                                                                            '-> reaps; agent gone: says so, restart
+//! ```
+
+use std::fmt::Display;
+use std::fs;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+use std::process::ExitCode;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use rustix::fs::{Mode, OFlags};
+use rustix::process::{Pid, WaitOptions, wait};
+
+use crate::agent::{self, Effects, Settings};
+use crate::mount;
+use crate::sys::{self, Fork};
+
+/// What PID 1 prints, followed by how, when the agent has died.
+pub const AGENT_DIED: &str = "pepo-guest: the agent died:";
+
+/// What PID 1 prints, followed by why, when there can be no agent.
+pub const BOOT_FAILED: &str = "pepo-guest: the guest cannot start:";
+
+/// How long a disk may take to appear (it is there at once, or the host is very busy).
+const DISKS: Duration = Duration::from_secs(15);
+
+/// Streams not accepted yet that the kernel holds for the agent.
+const BACKLOG: i32 = 128;
+
+/// Kernel messages from here on are kept from the console: it is slow, and programs can cause them. A panic still shows.
+const QUIET: i32 = 1;
+
+/// Whether this process is PID 1 of a guest that Pepo started.
+pub fn is_guest() -> bool {
+    rustix::process::getpid().is_init()
+        && (Path::new("/proc/cmdline").exists() || mount::first().is_ok())
+        && fs::read_to_string("/proc/cmdline")
+            .is_ok_and(|line| line.split_ascii_whitespace().any(|word| word == "pepo.guest=1"))
+}
+
+/// Runs the guest. Returns only where even ending it failed.
+pub fn run() -> ExitCode {
+    console_as_stdio();
+    let listener = match start() {
+        Ok(listener) => listener,
+        Err(error) => {
+            say(&format!("{BOOT_FAILED} {}", agent::explain(error.as_ref())));
+            return end();
+        }
+    };
+    match sys::fork_single_threaded() {
+        Ok(Fork::Child) => {
+            let error = agent::run(listener, Settings::new(Effects::Pid1));
+            say(&format!("pepo-guest: the agent ends: {error:?}"));
+            ExitCode::FAILURE
+        }
+        Ok(Fork::Parent(child)) => {
+            drop(listener);
+            let how = reap_until(child);
+            say(&format!("{AGENT_DIED} {how}"));
+            end()
+        }
+        Err(error) => {
+            say(&format!("{BOOT_FAILED} no second process: {error}"));
+            end()
+        }
+    }
+}
+
+fn end() -> ExitCode {
+    // The host reads the console: let the line get out.
+    sleep(Duration::from_millis(50));
+    mount::power_off();
+    ExitCode::FAILURE
+}
+
+/// The kernel gives no descriptors where the initramfs has no console node: take them, or the first files opened would
+/// become standard output.
+fn console_as_stdio() {
+    let Ok(console) = rustix::fs::open("/dev/console", OFlags::RDWR | OFlags::NOCTTY, Mode::empty()) else {
+        return;
+    };
+    let copy = |slot: fn(&OwnedFd) -> rustix::io::Result<()>| slot(&console);
+    // Without a console there is nobody to tell.
+    let _ = copy(|console| rustix::stdio::dup2_stdin(console));
+    let _ = copy(|console| rustix::stdio::dup2_stdout(console));
+    let _ = copy(|console| rustix::stdio::dup2_stderr(console));
+    use std::os::fd::AsRawFd;
+    if console.as_raw_fd() <= 2 {
+        // It is one of the three itself, and must stay open.
+        std::mem::forget(console);
+    }
+}
+
+/// One line on the console.
+fn say(text: impl Display) {
+    let line = format!("\r\n{text}\r\n");
+    // Where this fails nothing can be said.
+    let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
+}
+
+/// One line in the kernel's log, with its clock.
+fn note(text: impl Display) {
+    let _ = fs::write("/dev/kmsg", format!("<6>pepo-guest: {text}"));
+}
+
+/// Everything up to the listening socket.
+fn start() -> Result<OwnedFd, Box<dyn std::error::Error>> {
+    note("init");
+    for fault in modules() {
+        note(fault);
+    }
+    note("modules");
+    disk("/dev/vda")?;
+    disk("/dev/vdb")?;
+    mount::root()?;
+    mount::switch()?;
+    note("root");
+    for fault in mount::furnish() {
+        note(agent::explain(&fault));
+    }
+    // Whoever is killed for memory, it is neither of these two.
+    if let Err(error) = fs::write("/proc/self/oom_score_adj", "-1000") {
+        note(format!("protection from the memory killer: {error}"));
+    }
+    rustix::process::umask(Mode::from_raw_mode(0o022));
+    sys::default_signals();
+    let listener = sys::vsock_listen(pepo_proto::AGENT_PORT, BACKLOG)?;
+    note("listening");
+    if let Err(error) = sys::console_level(QUIET) {
+        note(format!("console level: {error}"));
+    }
+    Ok(listener)
+}
+
+/// Loads the modules of `/modules/order`. What cannot be loaded is told: if it mattered, a disk or socket is missing.
+fn modules() -> Vec<String> {
+    let mut faults = vec![];
+    let order = fs::read_to_string("/modules/order").unwrap_or_default();
+    for name in order.lines().map(str::trim).filter(|name| !name.is_empty() && !name.contains('/')) {
+        let load = || -> io::Result<()> {
+            let file = rustix::fs::open(format!("/modules/{name}"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
+            match rustix::system::finit_module(&file, c"", 0) {
+                Err(error) if error != rustix::io::Errno::EXIST => Err(error.into()),
+                _ => Ok(()),
+            }
+        };
+        if let Err(error) = load() {
+            faults.push(format!("module {name}: {error}"));
+        }
+    }
+    faults
+}
+
+/// Waits for a disk.
+fn disk(path: &str) -> io::Result<()> {
+    let until = Instant::now() + DISKS;
+    while !Path::new(path).exists() {
+        if Instant::now() > until {
+            return Err(io::Error::other(format!("no disk {path} within {} s", DISKS.as_secs())));
+        }
+        sleep(Duration::from_millis(1));
+    }
+    Ok(())
+}
+
+/// Reaps every process until `child` has ended; tells how it did.
+fn reap_until(child: i32) -> String {
+    loop {
+        match wait(WaitOptions::empty()) {
+            Ok(Some((pid, status))) if Some(pid) == Pid::from_raw(child) => {
+                return match (status.exit_status(), status.terminating_signal()) {
+                    (Some(code), _) => format!("exit code {code}"),
+                    (_, Some(signal)) => format!("signal {signal}"),
+                    _ => "no reason known".to_owned(),
+                };
+            }
+            Ok(_) | Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return format!("not seen: {error}"),
+        }
+    }
+}

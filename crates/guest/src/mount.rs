@@ -1,0 +1,267 @@
+//! The machine's face to programs: its root, its pseudo file systems, its name, clock and end.
+//!
+//! Everything here acts on the machine, so it is called in a guest only (`Effects::Pid1`): by `init` before there is an
+//! agent, by `agent` for Activate and Shutdown. Synchronous.
+//!
+//! ```text
+//!   /dev/vda  erofs, read-only: the Image      -- lower --.
+//!   /dev/vdb  ext4: scratch, dies with the VM  -- upper --'-> overlay, moved onto /
+//!                    '-- /tmp is bound straight from it
+//! ```
+
+use std::fs;
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::Path;
+
+use rustix::fs::{Mode, OFlags};
+use rustix::mount::{MountFlags, UnmountFlags, mount, mount_bind, mount_move, unmount};
+
+use crate::sys;
+use crate::tree;
+
+/// What is left to the kernel and to pid 1 and the agent when programs take all they can get, in bytes.
+const RESERVE: u64 = 32 << 20;
+
+/// An error with what was tried.
+#[derive(Debug, thiserror::Error)]
+#[error("{what}")]
+pub struct Error {
+    what: String,
+    source: io::Error,
+}
+
+fn tried<T, E: Into<io::Error>>(what: impl Into<String>, result: Result<T, E>) -> Result<T, Error> {
+    result.map_err(|source| Error { what: what.into(), source: source.into() })
+}
+
+fn directory(path: &str, mode: u32) -> Result<(), Error> {
+    match fs::create_dir(path) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => tried(format!("make {path}"), Err(error)),
+        _ => tried(format!("mode of {path}"), fs::set_permissions(path, fs::Permissions::from_mode(mode))),
+    }
+}
+
+fn attach(kind: &str, path: &str, flags: MountFlags, data: &str) -> Result<(), Error> {
+    let data = std::ffi::CString::new(data).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput));
+    let data = tried(format!("mount {path}"), data)?;
+    tried(format!("mount {kind} on {path}"), mount(kind, path, kind, flags, Some(data.as_c_str())))
+}
+
+/// `/proc`, `/sys` and `/dev` of the initramfs: enough to find devices.
+pub fn first() -> Result<(), Error> {
+    let quiet = MountFlags::NOSUID | MountFlags::NODEV | MountFlags::NOEXEC;
+    for path in ["/proc", "/sys", "/dev"] {
+        directory(path, 0o755)?;
+    }
+    attach("devtmpfs", "/dev", MountFlags::NOSUID, "mode=0755")?;
+    attach("proc", "/proc", quiet, "")?;
+    attach("sysfs", "/sys", quiet, "")
+}
+
+/// Puts the overlay of scratch over Image together at `/root-new`, and the pseudo file systems into it.
+pub fn root() -> Result<(), Error> {
+    for path in ["/image", "/scratch", "/root-new"] {
+        directory(path, 0o755)?;
+    }
+    let image = mount("/dev/vda", "/image", "erofs", MountFlags::RDONLY | MountFlags::NODEV, None);
+    tried("mount the image /dev/vda", image)?;
+    // Nothing on scratch outlives the machine: no barriers, and below no syncs.
+    let scratch = mount(
+        "/dev/vdb",
+        "/scratch",
+        "ext4",
+        MountFlags::NOATIME | MountFlags::NODEV,
+        Some(c"barrier=0,noauto_da_alloc"),
+    );
+    tried("mount scratch /dev/vdb", scratch)?;
+    directory("/scratch/upper", 0o755)?;
+    directory("/scratch/work", 0o755)?;
+    directory("/scratch/tmp", 0o1777)?;
+    let layers = "lowerdir=/image,upperdir=/scratch/upper,workdir=/scratch/work,volatile";
+    attach("overlay", "/root-new", MountFlags::NODEV, layers)?;
+    for (path, mode) in [("/proc", 0o555), ("/sys", 0o555), ("/dev", 0o755), ("/run", 0o755), ("/tmp", 0o1777)] {
+        let path = format!("/root-new{path}");
+        if !Path::new(&path).is_dir() {
+            directory(&path, mode)?;
+        }
+    }
+    for path in ["/proc", "/sys", "/dev"] {
+        tried(format!("move {path}"), mount_move(path, format!("/root-new{path}").as_str()))?;
+    }
+    tried("bind /tmp", mount_bind("/scratch/tmp", "/root-new/tmp"))?;
+    let plain = MountFlags::NOSUID | MountFlags::NODEV;
+    attach("tmpfs", "/root-new/run", plain, "mode=0755,size=25%")?;
+    directory("/root-new/run/lock", 0o1777)?;
+    directory("/root-new/dev/pts", 0o755)?;
+    directory("/root-new/dev/shm", 0o1777)?;
+    attach("devpts", "/root-new/dev/pts", MountFlags::NOSUID | MountFlags::NOEXEC, "gid=5,mode=620,ptmxmode=666")?;
+    attach("tmpfs", "/root-new/dev/shm", plain, "mode=1777,size=50%")?;
+    let quiet = plain | MountFlags::NOEXEC;
+    attach("cgroup2", "/root-new/sys/fs/cgroup", quiet, "")
+}
+
+/// Makes `/root-new` the root, and frees what the initramfs held.
+pub fn switch() -> Result<(), Error> {
+    // Programs' text that is in use stays until it is not: only the names go.
+    for entry in fs::read_dir("/modules").into_iter().flatten().flatten() {
+        // Memory not freed here is memory the guest does not have; it works all the same.
+        let _ = fs::remove_file(entry.path());
+    }
+    let _ = fs::remove_file("/init");
+    tried("enter the new root", rustix::process::chdir("/root-new"))?;
+    tried("move the new root", mount_move(".", "/"))?;
+    tried("change the root", rustix::process::chroot("."))?;
+    tried("enter the root", rustix::process::chdir("/"))
+}
+
+/// The parts of `/dev` and `/sys` that programs expect, limits and settings. What fails here is told and lived with.
+pub fn furnish() -> Vec<Error> {
+    let mut faults = vec![];
+    let mut note = |result: Result<(), Error>| faults.extend(result.err());
+    for (name, target) in [
+        ("fd", "/proc/self/fd"),
+        ("stdin", "/proc/self/fd/0"),
+        ("stdout", "/proc/self/fd/1"),
+        ("stderr", "/proc/self/fd/2"),
+    ] {
+        match symlink(target, format!("/dev/{name}")) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                note(tried(format!("link /dev/{name}"), Err(error)));
+            }
+            _ => {}
+        }
+    }
+    for device in ["/dev/fuse", "/dev/net/tun"] {
+        if Path::new(device).exists() {
+            note(tried(format!("mode of {device}"), fs::set_permissions(device, fs::Permissions::from_mode(0o666))));
+        }
+    }
+    note(tried("loopback", sys::loopback_up()));
+    for (name, value) in [
+        // What a desktop has: editors, bundlers, browsers.
+        ("fs/inotify/max_user_watches", "1048576"),
+        ("fs/inotify/max_user_instances", "1024"),
+        ("fs/file-max", "1048576"),
+        ("vm/max_map_count", "1048576"),
+        ("net/ipv4/ping_group_range", "0 2147483647"),
+        ("net/ipv4/ip_unprivileged_port_start", "0"),
+        ("net/core/somaxconn", "4096"),
+        // A kernel that has gone wrong ends, and its host sees it.
+        ("kernel/panic_on_oops", "1"),
+        ("kernel/panic", "-1"),
+    ] {
+        note(tried(format!("setting {name}"), fs::write(format!("/proc/sys/{name}"), value)));
+    }
+    // Debian's switch; other kernels always allow it.
+    let switch = "/proc/sys/kernel/unprivileged_userns_clone";
+    if Path::new(switch).exists() {
+        note(tried("setting unprivileged_userns_clone", fs::write(switch, "1")));
+    }
+    note(groups());
+    note(limits());
+    faults
+}
+
+/// The group of all commands, with room left for the agent.
+fn groups() -> Result<(), Error> {
+    let top = "/sys/fs/cgroup";
+    let offered = tried("read controllers", fs::read_to_string(format!("{top}/cgroup.controllers")))?;
+    directory(tree::COMMANDS, 0o755)?;
+    for controller in ["cpu", "memory", "pids"] {
+        if offered.split_ascii_whitespace().any(|name| name == controller) {
+            for group in [top, tree::COMMANDS] {
+                let file = format!("{group}/cgroup.subtree_control");
+                tried(format!("enable {controller} in {group}"), fs::write(file, format!("+{controller}")))?;
+            }
+        }
+    }
+    let number = |path: &str| fs::read_to_string(path).ok().and_then(|text| text.trim().parse::<u64>().ok());
+    let memory = fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let total = memory.lines().find_map(|line| line.strip_prefix("MemTotal:"));
+    let total = total.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) << 10;
+    if total > 4 * RESERVE {
+        let most = (total - RESERVE.max(total / 32)).to_string();
+        tried("limit the commands' memory", fs::write(format!("{}/memory.max", tree::COMMANDS), most))?;
+    }
+    if let Some(threads) = number("/proc/sys/kernel/threads-max") {
+        let most = (threads * 3 / 4).min(30_000).to_string();
+        tried("limit the commands' processes", fs::write(format!("{}/pids.max", tree::COMMANDS), most))?;
+    }
+    Ok(())
+}
+
+fn limits() -> Result<(), Error> {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    let limit = |current, maximum| Rlimit { current: Some(current), maximum: Some(maximum) };
+    // Hard: a desktop's. Soft: enough for nearly all, and few enough for programs that close every possible descriptor.
+    tried("limit of files", setrlimit(Resource::Nofile, limit(65_536, 1 << 20)))?;
+    tried("limit of locked memory", setrlimit(Resource::Memlock, limit(8 << 20, 64 << 20)))?;
+    tried("limit of processes", setrlimit(Resource::Nproc, Rlimit { current: None, maximum: None }))?;
+    tried("limit of core files", setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: None }))
+}
+
+/// Activate: name, clock, entropy, and the files that tell the name.
+///
+/// # Errors
+/// Where name, clock or entropy cannot be set. Files of the Image that cannot be written are its own affair.
+pub fn become_sandbox(hostname: &str, clock_unix_ns: u64, entropy: &[u8]) -> Result<(), Error> {
+    tried("set the host name", rustix::system::sethostname(hostname.as_bytes()))?;
+    let now = rustix::time::Timespec {
+        tv_sec: (clock_unix_ns / 1_000_000_000) as i64,
+        tv_nsec: (clock_unix_ns % 1_000_000_000) as i64,
+    };
+    tried("set the clock", rustix::time::clock_settime(rustix::time::ClockId::Realtime, now))?;
+    if !entropy.is_empty() {
+        let random = tried("open /dev/random", fs::File::open("/dev/random"))?;
+        tried("seed the random generator", sys::add_entropy(random.as_fd(), entropy))?;
+    }
+    let _ = fs::write("/etc/hostname", format!("{hostname}\n"));
+    let hosts = fs::read_to_string("/etc/hosts").unwrap_or_default();
+    let hosts = match hosts.contains("127.0.0.1") {
+        true => hosts,
+        false => format!("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n{hosts}"),
+    };
+    let _ = fs::write("/etc/hosts", format!("{}\n127.0.1.1 {hostname}\n", hosts.trim_end()));
+    if fs::metadata("/etc/machine-id").map_or(true, |id| id.len() < 32) {
+        let mut bytes = [0; 16];
+        if rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK).is_ok() {
+            let id: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+            let _ = fs::write("/etc/machine-id", format!("{id}\n"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether any command has a process.
+pub fn has_processes() -> bool {
+    fs::read_to_string(format!("{}/cgroup.events", tree::COMMANDS)).is_ok_and(|text| text.contains("populated 1"))
+}
+
+/// Flushes and unmounts the file systems that outlast the machine: all but its own root, scratch and memory.
+pub fn flush() {
+    const OWN: [&str; 9] = ["overlay", "ext4", "erofs", "proc", "sysfs", "devtmpfs", "tmpfs", "devpts", "cgroup2"];
+    let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+    for line in mounts.lines().rev() {
+        let mut fields = line.split(' ').skip(1);
+        let (Some(path), Some(kind)) = (fields.next(), fields.next()) else {
+            continue;
+        };
+        if !OWN.contains(&kind) {
+            if let Ok(root) =
+                rustix::fs::open(path, OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty())
+            {
+                // What cannot be flushed now has nobody left to be told.
+                let _ = rustix::fs::syncfs(&root);
+            }
+            let _ = unmount(path, UnmountFlags::DETACH);
+        }
+    }
+}
+
+/// The end of the machine. Both VMMs take a restart for the end.
+pub fn power_off() {
+    // Where it is refused there is nothing left to try: the host has a deadline.
+    let _ = rustix::system::reboot(rustix::system::RebootCommand::Restart);
+}
