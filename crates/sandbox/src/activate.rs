@@ -13,7 +13,7 @@ use crate::boot::{self, Claim, Error, Step, Warm};
 use crate::guest::Guest;
 use crate::host::{self, Evidence, Host, Keeper};
 use crate::id::SandboxId;
-use crate::keeper::{ExitRecord, Left};
+use crate::keeper::{ExitRecord, Left, Shutdown};
 use crate::plan::Plan;
 
 /// How long a guest may take to become this Sandbox.
@@ -177,6 +177,11 @@ impl Active {
         Ok(self.claim.host().evidence(self.id()).await?.console)
     }
 
+    /// Lets go of it without ending it: it runs on, and the next life of pepod adopts it by this id.
+    pub fn leave(self) -> SandboxId {
+        self.claim.leave()
+    }
+
     /// The one stop path. With a grace the guest is asked to end its programs and flush first; `Duration::ZERO` asks nothing.
     /// What had ended before is told as it ended, else the cause is [`Cause::Stopped`].
     pub async fn stop(self, grace: Duration) -> Exit {
@@ -239,7 +244,7 @@ fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
     }
     let who = match record.left {
         Left::Vmm => "VMM",
-        Left::Vsock => "vsock device",
+        Left::Device => "vsock device",
         Left::Keeper => "keeper",
     };
     let how = match (record.code, record.signal) {
@@ -247,13 +252,12 @@ fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
         (Some(code), None) => format!("{who} ended with code {code}"),
         (None, None) => format!("{who} gave up"),
     };
-    let off = record.shutdown.as_deref();
-    match off {
-        Some("guest-shutdown") => (Cause::GuestOff, "the guest switched itself off".to_owned()),
-        Some("guest-reset" | "guest-panic") => match panic(console) {
+    match record.shutdown {
+        Some(Shutdown::GuestShutdown) => (Cause::GuestOff, "the guest switched itself off".to_owned()),
+        Some(off @ (Shutdown::GuestReset | Shutdown::GuestPanic)) => match panic(console) {
             Some(Cause::GuestInitDied) => (Cause::GuestInitDied, "the guest's first process died".to_owned()),
             Some(_) => (Cause::GuestPanic, "the guest's kernel panicked".to_owned()),
-            None if off == Some("guest-panic") => (Cause::GuestPanic, "the guest's kernel panicked".to_owned()),
+            None if off == Shutdown::GuestPanic => (Cause::GuestPanic, "the guest's kernel panicked".to_owned()),
             None => (Cause::GuestOff, "the guest restarted itself".to_owned()),
         },
         _ => {
@@ -298,13 +302,13 @@ mod tests {
 
     #[test]
     fn each_end_has_its_cause() {
-        let reset = || Some(ExitRecord { shutdown: Some("guest-reset".into()), ..record() });
+        let reset = || Some(ExitRecord { shutdown: Some(Shutdown::GuestReset), ..record() });
         let init = "[ 3.1] Kernel panic - not syncing: Attempted to kill init! exitcode=0x00000009\n[ 3.1] Rebooting";
         let panicked = "[ 3.1] Kernel panic - not syncing: sysrq triggered crash\n";
         assert_eq!(cause(reset(), init, Asked::No).cause, Cause::GuestInitDied);
         assert_eq!(cause(reset(), panicked, Asked::No).cause, Cause::GuestPanic);
         assert_eq!(cause(reset(), "all is well", Asked::No).cause, Cause::GuestOff);
-        let off = ExitRecord { shutdown: Some("guest-shutdown".into()), ..record() };
+        let off = ExitRecord { shutdown: Some(Shutdown::GuestShutdown), ..record() };
         assert_eq!(cause(Some(off), panicked, Asked::No).cause, Cause::GuestOff);
         let killed = ExitRecord { code: None, signal: Some(9), ..record() };
         assert_eq!(cause(Some(killed.clone()), "", Asked::No).cause, Cause::VmmExit);

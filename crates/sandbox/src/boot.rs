@@ -132,6 +132,12 @@ impl Claim {
         self.id
     }
 
+    /// Lets go without giving back: it is the next life's.
+    pub(crate) fn leave(mut self) -> SandboxId {
+        self.released = true;
+        self.id
+    }
+
     /// Gives everything back.
     pub(crate) async fn release(mut self) -> Result<(), host::Error> {
         let released = self.host.release(self.id).await;
@@ -143,7 +149,7 @@ impl Claim {
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if !self.released {
+        if !self.released && !self.host.is_leaving() {
             tracing::warn!(sandbox = %self.id, "dropped without a release; releasing now");
             self.host.release_later(self.id);
         }

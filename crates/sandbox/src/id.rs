@@ -186,7 +186,7 @@ pub struct UidBlock {
 }
 
 /// What runs as which of a Sandbox's four uids.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Uids {
     /// The keeper, once everything runs.
     pub keeper: u32,
@@ -254,10 +254,8 @@ pub mod file {
     pub const CONSOLE: &str = "console";
     /// The vsock device's own directory.
     pub const VSOCK: &str = "vsock";
-    /// In it: the socket on which the device answers `CONNECT`.
-    pub const VSOCK_SOCKET: &str = "v.sock";
-    /// In it: the socket on which the device waits for its VMM.
-    pub const VHOST_SOCKET: &str = "vhost.sock";
+    /// An empty directory over which the keeper mounts what its VMM boots from, in its own namespace.
+    pub const BOOT: &str = "boot";
 }
 
 /// The host names of one Sandbox.
@@ -288,11 +286,6 @@ impl Names {
     /// Its directory under the jails.
     pub fn directory(self) -> String {
         self.id.hex()
-    }
-
-    /// The context id its guest sees (2 is the host, 3 the first that a guest may have).
-    pub fn cid(self) -> u32 {
-        3 + u32::from(self.id.slot().number())
     }
 }
 

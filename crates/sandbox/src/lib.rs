@@ -14,7 +14,9 @@ pub mod activate;
 pub mod boot;
 pub mod builder;
 pub mod cgroup;
+pub mod disk;
 pub mod guest;
+pub mod held;
 pub mod host;
 pub mod id;
 pub mod jail;
@@ -23,6 +25,7 @@ pub mod plan;
 pub mod proc;
 pub mod registry;
 pub mod rights;
+pub mod sweep;
 pub mod sys;
 pub mod vmm;
 

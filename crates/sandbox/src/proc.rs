@@ -108,7 +108,16 @@ pub fn kill(pidfd: BorrowedFd<'_>) -> io::Result<()> {
 
 /// The lines of `/proc/<pid>/cgroup`: hierarchy number, controllers, path.
 pub fn cgroups(pid: u32) -> io::Result<Vec<(u32, String, String)>> {
-    let text = fs::read_to_string(format!("/proc/{pid}/cgroup"))?;
+    lines(&format!("/proc/{pid}/cgroup"))
+}
+
+/// The same of this process, which need not know its number in the namespace of that `/proc`.
+pub fn own_cgroups() -> io::Result<Vec<(u32, String, String)>> {
+    lines("/proc/self/cgroup")
+}
+
+fn lines(path: &str) -> io::Result<Vec<(u32, String, String)>> {
+    let text = fs::read_to_string(path)?;
     Ok(text
         .lines()
         .filter_map(|line| {

@@ -319,3 +319,52 @@ pub mod kvm {
         if exit == EXIT_HLT && memory.read_u32(MARK_AT) == MARK { Ok(Ran::ToTheEnd) } else { Ok(Ran::Stuck(exit)) }
     }
 }
+
+/// A signal that came.
+#[derive(Clone, Copy, Debug)]
+pub struct Signalled {
+    /// Its number.
+    pub number: i32,
+    /// Whether a terminal sent it, to the whole foreground group.
+    pub from_terminal: bool,
+}
+
+/// Blocks these signals in this thread, and in those it starts, and gives a descriptor to read them from. Caller: the
+/// privileged side's loop, before it has a second thread.
+pub fn signals(numbers: &[libc::c_int]) -> io::Result<OwnedFd> {
+    // SAFETY: a zeroed sigset_t is a valid object for sigemptyset to write; the others read or add to it.
+    let mask = unsafe {
+        let mut mask: libc::sigset_t = std::mem::zeroed();
+        libc::sigemptyset(&mut mask);
+        for number in numbers {
+            libc::sigaddset(&mut mask, *number);
+        }
+        check(libc::sigprocmask(libc::SIG_BLOCK, &mask, std::ptr::null_mut()))?;
+        mask
+    };
+    // SAFETY: the mask is initialized; -1 asks for a new descriptor, which nobody else owns.
+    unsafe {
+        let fd = check(libc::signalfd(-1, &mask, libc::SFD_CLOEXEC | libc::SFD_NONBLOCK))?;
+        Ok(OwnedFd::from_raw_fd(fd))
+    }
+}
+
+/// The signals that came since, from a descriptor of [`signals`].
+pub fn read_signals(fd: &OwnedFd) -> io::Result<Vec<Signalled>> {
+    const SIZE: usize = size_of::<libc::signalfd_siginfo>();
+    let mut all = Vec::new();
+    loop {
+        let mut buffer = [0; SIZE];
+        match rustix::io::read(fd, &mut buffer) {
+            Ok(SIZE) => {
+                // SAFETY: the structure is plain integers, for which every bit pattern is a value, and the buffer is as long.
+                let info: libc::signalfd_siginfo = unsafe { std::ptr::read_unaligned(buffer.as_ptr().cast()) };
+                let number = i32::try_from(info.ssi_signo).unwrap_or(0);
+                all.push(Signalled { number, from_terminal: info.ssi_code == libc::SI_KERNEL });
+            }
+            Ok(_) | Err(rustix::io::Errno::AGAIN) => return Ok(all),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}

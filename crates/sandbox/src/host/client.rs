@@ -6,6 +6,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -39,6 +40,7 @@ struct Inner {
     out: mpsc::Sender<Vec<u8>>,
     lost: watch::Receiver<bool>,
     slots: Mutex<Slots>,
+    leaving: AtomicBool,
 }
 
 #[derive(Default)]
@@ -70,7 +72,13 @@ impl Host {
         let socket = Arc::new(crate::sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?);
         let (out, queue) = mpsc::channel(WAITING);
         let (gone, lost) = watch::channel(false);
-        let host = Host(Arc::new(Inner { table: Mutex::default(), out, lost, slots: Mutex::default() }));
+        let host = Host(Arc::new(Inner {
+            table: Mutex::default(),
+            out,
+            lost,
+            slots: Mutex::default(),
+            leaving: AtomicBool::new(false),
+        }));
         tokio::spawn(read(Arc::clone(&socket), Arc::downgrade(&host.0), gone));
         tokio::spawn(write(socket, queue));
         Ok(host)
@@ -223,6 +231,16 @@ impl Host {
             (Reply::Leftovers { left }, _) => Ok(left),
             _ => Err(Error::Confused { what: "sweep" }),
         }
+    }
+
+    /// From now on a dropped Sandbox is left running: this life of pepod ends, and the next one adopts them. To be called
+    /// before the runtime goes down, which drops whatever its tasks hold.
+    pub fn leave_all(&self) {
+        self.0.leaving.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_leaving(&self) -> bool {
+        self.0.leaving.load(Ordering::Acquire)
     }
 
     /// Returns when the privileged side is gone. pepod then ends: keepers and Sandboxes stay for the next one.

@@ -16,7 +16,8 @@ mod client;
 mod evidence;
 mod serve;
 mod split;
-mod wire;
+pub(crate) mod wire;
+mod work;
 
 use std::path::PathBuf;
 

@@ -1,26 +1,43 @@
-//! The privileged side's loop.
+//! The privileged side's loop: takes requests off the socketpair, answers quick ones inline and gives each slow one a
+//! thread. Ends at once, with everything it started left running, when pepod is gone.
 
+use std::collections::HashMap;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
-use rustix::process::Pid;
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 
+use super::wire::{self, Answer, Asked, Reply, Request};
+use super::work::Work;
+use super::{Found, FoundState, Refusal};
+use crate::cgroup::Hierarchies;
+use crate::held::{Holdings, Place};
+use crate::id::{SandboxId, file, process};
 use crate::registry::Instance;
+use crate::sweep::{self, Act};
+use crate::{proc, rights, sys};
+
+/// Slow requests at once; pepod has its own, lower bounds for boots.
+const THREADS: usize = 256;
 
 /// What the privileged side is told once, at its start.
 #[derive(Debug)]
 pub struct HostConfig {
-    /// Whose tag, uids and directories these are; held until the end.
+    /// Whose tag, uids and directories these are; held until the end. The directory of the jails must be root's alone, and
+    /// the one above it must not let pepod replace it: root's, and sticky where others may write.
     pub instance: Instance,
-    /// pepod: files in Plans must be its own, signals that end us go to it, and its exit code becomes ours.
+    /// pepod: signals that end us go to it, and its exit code becomes ours.
     pub daemon: Pid,
-    /// pepod's uid.
+    /// pepod's uid: files in Plans must be its own.
     pub daemon_uid: u32,
-    /// `vhost-device-vsock`.
-    pub vsock_device: PathBuf,
-    /// `qemu-system-x86_64`.
-    pub qemu: PathBuf,
+    /// `vhost-device-vsock`; `None` is where the distribution or `make` puts it.
+    pub vsock_device: Option<PathBuf>,
+    /// `qemu-system-x86_64`; `None` is where the distribution puts it.
+    pub qemu: Option<PathBuf>,
     /// `mkfs.ext4`.
     pub mkfs: PathBuf,
 }
@@ -30,6 +47,222 @@ pub struct HostConfig {
 /// # Errors
 /// The rights or the host's hierarchies are not what is needed; nothing has been served then.
 pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
-    let _ = (socket, config);
-    Err(io::ErrorKind::Unsupported.into())
+    if let Ok(name) = std::ffi::CString::new(process::HOST) {
+        rustix::thread::set_name(&name)?;
+    }
+    let daemon = rustix::process::pidfd_open(config.daemon, PidfdFlags::empty())?;
+    let signals = sys::signals(&[libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGCHLD])?;
+    rights::keep_only(rights::HOST)?;
+    let cgroups = Hierarchies::detect().map_err(io::Error::other)?;
+    cgroups.ready().map_err(io::Error::other)?;
+    let instance = &config.instance;
+    let place = Place::open(instance.tag(), instance.block(), instance.jails(), cgroups)?;
+    let work = Work::new(place, &config)?;
+    let serve = Arc::new(Serve { socket, work, lanes: Mutex::default(), owner: instance.state().to_owned() });
+    let served = serve.until_gone(&signals, &daemon);
+    let code = exit_code(&daemon);
+    // The lease goes if nothing of ours is left. Threads still at work die with this process; what they were making has a
+    // directory, and the next start finds it.
+    let _ = config.instance.end();
+    served.map(|()| code)
+}
+
+/// What one Sandbox's requests share.
+#[derive(Debug, Default)]
+pub(super) struct Lane {
+    /// Held by the one slow request at work on it.
+    pub turn: Mutex<super::work::Made>,
+    /// Set by a release that waits: what is at work gives up at its next step.
+    pub cancelled: std::sync::atomic::AtomicBool,
+}
+
+struct Serve {
+    socket: OwnedFd,
+    work: Work,
+    lanes: Mutex<HashMap<SandboxId, Arc<Lane>>>,
+    owner: PathBuf,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Serve {
+    fn until_gone(self: &Arc<Self>, signals: &OwnedFd, daemon: &OwnedFd) -> io::Result<()> {
+        let mut buffer = Vec::new();
+        loop {
+            let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let [asked, signalled] = fds.map(|fd| !fd.revents().is_empty());
+            if signalled {
+                self.signalled(signals, daemon)?;
+            }
+            if !asked {
+                continue;
+            }
+            match wire::receive::<Asked>(self.socket.as_fd(), &mut buffer) {
+                Ok(None) => return Ok(()),
+                Ok(Some((asked, fds))) => self.take(asked, fds),
+                // pepod sends nothing else; one that does is not pepod any more.
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => return Err(error),
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(()),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    /// Signals that would end us are pepod's to act on; a child that ended is reaped.
+    fn signalled(&self, signals: &OwnedFd, daemon: &OwnedFd) -> io::Result<()> {
+        for signal in sys::read_signals(signals)? {
+            if signal.number == libc::SIGCHLD {
+                for lane in lock(&self.lanes).values() {
+                    // One at work reaps for itself.
+                    if let Ok(made) = lane.turn.try_lock() {
+                        made.reap();
+                    }
+                }
+            } else if !signal.from_terminal {
+                // A terminal's Ctrl-C reaches the whole group, pepod with it: it would count it twice.
+                if let Some(number) = rustix::process::Signal::from_named_raw(signal.number) {
+                    let _ = rustix::process::pidfd_send_signal(daemon, number);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn take(self: &Arc<Self>, asked: Asked, _fds: Vec<OwnedFd>) {
+        let Asked { seq, request } = asked;
+        match &request {
+            // Quick, and waited for by streams: answered here.
+            Request::Connect { id } => match self.work.connect(*id) {
+                Err(Refusal::Step { .. }) => self.slowly(seq, request),
+                done => self.answer(seq, done.map(|stream| (Reply::Done, vec![stream]))),
+            },
+            Request::Usage { id } => {
+                self.answer(seq, self.work.usage(*id).map(|usage| (Reply::Usage { usage }, Vec::new())))
+            }
+            Request::Evidence { id } => self.answer(seq, Ok(self.work.evidence(*id))),
+            _ => self.slowly(seq, request),
+        }
+    }
+
+    /// In a thread of its own.
+    fn slowly(self: &Arc<Self>, seq: u64, request: Request) {
+        let serve = Arc::clone(self);
+        if Arc::strong_count(self) > THREADS {
+            return self.answer(seq, Err(Refusal::Invalid { reason: "too many requests at once".to_owned() }));
+        }
+        let thread = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
+            let done = serve.work_on(request);
+            serve.answer(seq, done);
+        });
+        if let Err(error) = thread {
+            self.answer(seq, Err(Refusal::Step { step: "start a thread".to_owned(), reason: error.to_string() }));
+        }
+    }
+
+    fn lane(&self, id: SandboxId) -> Arc<Lane> {
+        Arc::clone(lock(&self.lanes).entry(id).or_default())
+    }
+
+    fn work_on(&self, request: Request) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+        match request {
+            Request::Prepare { plan } => {
+                let lane = self.lane(plan.id);
+                let mut made = lock(&lane.turn);
+                self.work.prepare(&plan, &lane, &mut made).map(|()| (Reply::Done, Vec::new()))
+            }
+            Request::Start { id } => {
+                let lane = self.lane(id);
+                let mut made = lock(&lane.turn);
+                self.work.start(id, &lane, &mut made).map(|keeper| (Reply::Done, vec![keeper]))
+            }
+            Request::Connect { id } => self.connect_patiently(id).map(|stream| (Reply::Done, vec![stream])),
+            Request::Found => Ok((Reply::Found { found: self.found()? }, Vec::new())),
+            Request::Adopt { id } => {
+                let (plan, keeper) = self.work.adopt(id)?;
+                Ok((Reply::Plan { plan: Box::new(plan) }, vec![keeper]))
+            }
+            Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
+            Request::Sweep { keep } => {
+                let left = sweep::sweep(&self.work.place, &keep, &self.owner, Act::Remove)
+                    .map_err(|error| Refusal::Step { step: "sweep".to_owned(), reason: error.to_string() })?;
+                Ok((Reply::Leftovers { left }, Vec::new()))
+            }
+            Request::Usage { id } => self.work.usage(id).map(|usage| (Reply::Usage { usage }, Vec::new())),
+            Request::Evidence { id } => Ok(self.work.evidence(id)),
+        }
+    }
+
+    /// A device whose queue of callers is full answers a little later.
+    fn connect_patiently(&self, id: SandboxId) -> Result<OwnedFd, Refusal> {
+        let deadline = Instant::now() + Duration::from_secs(2);
+        loop {
+            match self.work.connect(id) {
+                Err(Refusal::Step { .. }) if Instant::now() < deadline => std::thread::sleep(Duration::from_millis(5)),
+                done => return done,
+            }
+        }
+    }
+
+    fn release(&self, id: SandboxId) -> Result<(), Refusal> {
+        let lane = self.lane(id);
+        lane.cancelled.store(true, std::sync::atomic::Ordering::Release);
+        let mut made = lock(&lane.turn);
+        made.let_go();
+        let released = Holdings::of(&self.work.place, id).release();
+        made.reap();
+        if released.is_ok() {
+            lock(&self.lanes).remove(&id);
+        }
+        released.map_err(|left| Refusal::Owed { id, left })
+    }
+
+    fn found(&self) -> Result<Vec<Found>, Refusal> {
+        let place = &self.work.place;
+        let ids = place
+            .all()
+            .map_err(|error| Refusal::Step { step: "read the jails".to_owned(), reason: error.to_string() })?;
+        let state = |id| match place.keeper(id) {
+            Ok(_) => FoundState::Running,
+            Err(_) if place.read::<crate::held::KeeperRecord>(id, file::KEEPER).is_ok() => FoundState::Ended,
+            Err(_) => FoundState::Partial,
+        };
+        let found = |id| Found { id, state: state(id), age_seconds: sweep::age_seconds(place, id).unwrap_or(0) };
+        Ok(ids.into_iter().map(found).collect())
+    }
+
+    fn answer(&self, seq: u64, done: Result<(Reply, Vec<OwnedFd>), Refusal>) {
+        let (result, fds) = match done {
+            Ok((reply, fds)) => (Ok(reply), fds),
+            Err(refusal) => (Err(refusal), Vec::new()),
+        };
+        // A pepod that is gone is noticed by the loop.
+        let _ = wire::send(self.socket.as_fd(), &Answer { seq, result }, &wire::borrow(&fds));
+    }
+}
+
+/// How pepod ended, as a shell would say it. It closed its end of the socketpair, so it has ended or is about to.
+fn exit_code(daemon: &OwnedFd) -> u8 {
+    if !proc::wait(daemon.as_fd(), Duration::from_secs(10)) {
+        let _ = proc::kill(daemon.as_fd());
+    }
+    let waited = rustix::process::waitid(WaitId::PidFd(daemon.as_fd()), WaitIdOptions::EXITED);
+    match waited {
+        Ok(Some(status)) => match (status.exit_status(), status.terminating_signal()) {
+            (Some(code), _) => u8::try_from(code).unwrap_or(125),
+            (None, Some(signal)) => u8::try_from(128 + signal).unwrap_or(125),
+            (None, None) => 125,
+        },
+        _ => 125,
+    }
+}
+
+/// Reaps a child by pidfd, if it is ours and has ended.
+pub(super) fn reap(pidfd: BorrowedFd<'_>) {
+    let _ = rustix::process::waitid(WaitId::PidFd(pidfd), WaitIdOptions::EXITED | WaitIdOptions::NOHANG);
 }

@@ -20,8 +20,8 @@ use crate::plan::Plan;
 /// The longest message: well below the default buffer of a Unix socket (208 KiB), so one always fits into an empty one.
 pub(crate) const MAX_BYTES: usize = 128 * 1024;
 
-/// The most descriptors in one message.
-pub(crate) const MAX_FDS: usize = 4;
+/// The most descriptors in one message: a keeper's order has the most, with one door for each cgroup hierarchy.
+pub(crate) const MAX_FDS: usize = 24;
 
 /// From pepod.
 #[derive(Debug, Serialize, Deserialize)]

@@ -1,0 +1,370 @@
+//! What the privileged side does for one request: takes, starts, connects, reads. It checks again whatever pepod said.
+
+use std::fs::File;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::Ordering;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+use super::serve::{HostConfig, Lane};
+use super::wire::{self, Reply};
+use super::{Refusal, Usage};
+use crate::cgroup::Limits;
+use crate::held::{KeeperRecord, Place};
+use crate::id::{SandboxId, file, process};
+use crate::keeper::{FIXED_FDS, Order, Said, connect};
+use crate::plan::{Plan, StatePath};
+use crate::vmm::closure::{self, Programs, Sources};
+use crate::vmm::{Boot, qemu, vsock};
+use crate::{disk, proc, sys};
+
+/// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
+const BESIDE_MIB: u64 = 64;
+
+/// Processes and threads of a Sandbox beside its virtual processors: QEMU has a main loop, a worker pool of up to 64, and
+/// an RCU thread; the device about 8; and the keeper.
+const BESIDE_THREADS: u64 = 128;
+
+/// Words of the kernel's command line beside the VMM's: our guest agent acts on the machine only where it finds the first;
+/// the second leaves out self-tests of the kernel's ciphers, 0.4 s in emulation.
+const KERNEL_WORDS: [&str; 2] = ["pepo.guest=1", "cryptomgr.notests"];
+
+/// How long a keeper may take to say that it runs.
+const RUNNING_WITHIN: Duration = Duration::from_secs(60);
+
+/// How often a waiting start looks whether it was cancelled.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+
+/// What the work needs to know.
+#[derive(Debug)]
+pub(super) struct Work {
+    pub place: Place,
+    state: OwnedFd,
+    state_path: PathBuf,
+    daemon_uid: u32,
+    sources: Sources,
+    programs: Mutex<Option<Programs>>,
+    mkfs: PathBuf,
+}
+
+/// What was made for a Sandbox and is still in this process' hands.
+#[derive(Debug, Default)]
+pub(super) struct Made {
+    prepared: Option<Prepared>,
+    keeper: Option<OwnedFd>,
+}
+
+#[derive(Debug)]
+struct Prepared {
+    plan: Plan,
+    kernel: File,
+    initramfs: File,
+    root: File,
+    disk: File,
+}
+
+impl Made {
+    /// Closes what is only held here.
+    pub fn let_go(&mut self) {
+        self.prepared = None;
+    }
+
+    /// Takes a keeper's exit status, if it has one, so that no zombie stays.
+    pub fn reap(&self) {
+        if let Some(keeper) = &self.keeper {
+            super::serve::reap(keeper.as_fd());
+        }
+    }
+}
+
+/// A step that failed.
+fn failed(step: &str, error: impl std::error::Error) -> Refusal {
+    Refusal::Step { step: step.to_owned(), reason: chain(&error) }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(reason) = source {
+        text.push_str(": ");
+        text.push_str(&reason.to_string());
+        source = reason.source();
+    }
+    text
+}
+
+impl Work {
+    pub fn new(place: Place, config: &HostConfig) -> io::Result<Self> {
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let state = rustix::fs::open(config.instance.state(), flags, Mode::empty())?;
+        let sources = Sources { qemu: config.qemu.clone(), vsock_device: config.vsock_device.clone() };
+        Ok(Work {
+            place,
+            state,
+            state_path: config.instance.state().to_owned(),
+            daemon_uid: config.daemon_uid,
+            sources,
+            programs: Mutex::new(None),
+            mkfs: config.mkfs.clone(),
+        })
+    }
+
+    /// Everything that does not run yet, each thing recorded by the directory's existence before it is taken.
+    pub fn prepare(&self, plan: &Plan, lane: &Lane, made: &mut Made) -> Result<(), Refusal> {
+        plan.check().map_err(|error| Refusal::Invalid { reason: error.to_string() })?;
+        let id = plan.id;
+        let going_on = || if lane.cancelled.load(Ordering::Acquire) { Err(Refusal::Released { id }) } else { Ok(()) };
+        going_on()?;
+        self.programs()?;
+        let kernel = self.file(&plan.kernel, Readers::Jailed)?;
+        let initramfs = self.file(&plan.initramfs, Readers::Jailed)?;
+        let root = self.file(&plan.root, Readers::Us)?;
+        self.slot_is_free(id)?;
+        self.place.claim(plan).map_err(|error| failed("make the directory", error))?;
+        going_on()?;
+        let limits = Limits {
+            memory_bytes: (u64::from(plan.memory_mib) + u64::from(qemu::OVERHEAD_MIB) + BESIDE_MIB) << 20,
+            cpus: plan.cpus,
+            pids: u64::from(plan.cpus) + BESIDE_THREADS,
+        };
+        self.place
+            .cgroups
+            .leaf(self.place.cgroup(id))
+            .create(&limits)
+            .map_err(|error| failed("make the cgroup", error))?;
+        let uids = self.place.block.uids(id.slot());
+        for (name, owner) in [(file::BOOT, 0), (file::VSOCK, uids.vsock), (file::KEEP, uids.keeper)] {
+            self.place.area(id, name, owner).map_err(|error| failed("make a directory", error))?;
+        }
+        going_on()?;
+        let disk = disk::scratch(&self.place.path, &self.mkfs, plan.disk_mib).map_err(|error| match error {
+            disk::Error::NoSpace { needed_mib, available_mib, path } => {
+                Refusal::NoSpace { needed_mib, available_mib, path }
+            }
+            disk::Error::Missing { program } => {
+                Refusal::Missing { what: program.display().to_string(), hint: "install e2fsprogs".to_owned() }
+            }
+            error => failed("make the scratch disk", error),
+        })?;
+        made.prepared = Some(Prepared { plan: plan.clone(), kernel, initramfs, root, disk });
+        Ok(())
+    }
+
+    /// Starts the keeper and waits until it says that everything runs. Its pidfd is the answer.
+    pub fn start(&self, id: SandboxId, lane: &Lane, made: &mut Made) -> Result<OwnedFd, Refusal> {
+        let Some(prepared) = made.prepared.take() else {
+            return Err(Refusal::NotThere { id, state: "is not prepared".to_owned() });
+        };
+        if lane.cancelled.load(Ordering::Acquire) {
+            return Err(Refusal::Released { id });
+        }
+        let programs = self.programs()?;
+        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
+        let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
+        let oom = leaf.oom_file().map_err(|error| failed("open the cgroup", error))?;
+        let keep =
+            self.place.open_at(id, file::KEEP, OFlags::DIRECTORY).map_err(|error| failed("open a directory", error))?;
+        let uids = self.place.block.uids(id.slot());
+        let plan = &prepared.plan;
+        let order = Order {
+            directory: self.place.directory(id),
+            state: self.state_path.clone(),
+            kernel: plan.kernel.clone(),
+            initramfs: plan.initramfs.clone(),
+            cgroup: self.place.cgroup(id),
+            hierarchies: leaf.hierarchies(),
+            uids,
+            boot: Boot {
+                vcpus: u8::try_from(plan.cpus).map_err(|error| failed("read the plan", error))?,
+                memory_mib: plan.memory_mib,
+                kernel: PathBuf::new(),
+                initrd: PathBuf::new(),
+                arguments: KERNEL_WORDS.map(str::to_owned).into(),
+                scratch_size: u64::from(plan.disk_mib) << 20,
+                throttle: None,
+                uid: uids.vmm,
+            },
+            qemu: programs.qemu,
+            vsock_device: programs.vsock_device,
+        };
+        let (socket, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
+                .map_err(|error| failed("make a socket pair", error))?;
+        let pid = spawn(theirs).map_err(|error| failed("start the keeper", error))?;
+        let keeper = self.record(id, pid)?;
+        made.keeper = Some(keeper.try_clone().map_err(|error| failed("hold the keeper", error))?);
+        let fixed = [prepared.kernel.as_fd(), prepared.initramfs.as_fd(), prepared.root.as_fd(), prepared.disk.as_fd()];
+        let fixed: [_; FIXED_FDS] = [fixed[0], fixed[1], fixed[2], fixed[3], keep.as_fd(), oom.as_fd()];
+        let fds: Vec<_> = fixed.into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
+        wire::send(socket.as_fd(), &order, &fds).map_err(|error| failed("order the keeper", error))?;
+        drop(prepared);
+        self.wait_for(id, &socket, lane)?;
+        Ok(keeper)
+    }
+
+    /// Writes down who the keeper is before it is told anything.
+    fn record(&self, id: SandboxId, pid: u32) -> Result<OwnedFd, Refusal> {
+        let gone = || io::Error::from(io::ErrorKind::NotFound);
+        let start = proc::start_time(pid).ok_or_else(gone).map_err(|error| failed("look at the keeper", error))?;
+        let keeper = proc::open_exact(pid, start).map_err(|error| failed("hold the keeper", error))?;
+        self.place
+            .write(id, file::KEEPER, &KeeperRecord { pid, start })
+            .map_err(|error| failed("write the keeper down", error))?;
+        Ok(keeper)
+    }
+
+    fn wait_for(&self, id: SandboxId, socket: &OwnedFd, lane: &Lane) -> Result<(), Refusal> {
+        let deadline = Instant::now() + RUNNING_WITHIN;
+        loop {
+            if lane.cancelled.load(Ordering::Acquire) {
+                return Err(Refusal::Released { id });
+            }
+            match poll(&mut [PollFd::new(socket, PollFlags::IN)], Some(&LOOK)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) => {}
+                Ok(_) => break,
+                Err(error) => return Err(failed("wait for the keeper", error)),
+            }
+            if Instant::now() >= deadline {
+                return Err(failed("wait for the keeper", io::Error::from(io::ErrorKind::TimedOut)));
+            }
+        }
+        match wire::receive::<Said>(socket.as_fd(), &mut Vec::new()) {
+            Ok(Some((Said::Running, _))) => Ok(()),
+            Ok(Some((Said::Failed { step, reason }, _))) => Err(Refusal::Step { step, reason }),
+            Ok(None) => Err(failed("wait for the keeper", io::Error::other("it ended without a word"))),
+            Err(error) => Err(failed("hear the keeper", error)),
+        }
+    }
+
+    /// A stream to the Sandbox's vsock device. [`Refusal::Step`]: its queue is full just now.
+    pub fn connect(&self, id: SandboxId) -> Result<OwnedFd, Refusal> {
+        let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
+        let directory =
+            self.place.open_at(id, file::VSOCK, OFlags::DIRECTORY).map_err(|_| not_there("is not there"))?;
+        match connect(directory.as_fd(), vsock::STREAM_SOCKET, self.place.block.uids(id.slot()).vsock) {
+            Ok(stream) => Ok(stream),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(failed("connect", error)),
+            Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
+                Err(not_there("does not run"))
+            }
+            Err(error) => Err(not_there(&format!("cannot be reached ({error})"))),
+        }
+    }
+
+    pub fn adopt(&self, id: SandboxId) -> Result<(Plan, OwnedFd), Refusal> {
+        let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
+        let plan = self.place.read(id, file::PLAN).map_err(|_| not_there("has no plan"))?;
+        let keeper = self.place.keeper(id).map_err(|_| not_there("does not run"))?;
+        Ok((plan, keeper))
+    }
+
+    /// The keeper's two files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
+    pub fn evidence(&self, id: SandboxId) -> (Reply, Vec<OwnedFd>) {
+        let uid = self.place.block.uids(id.slot()).keeper;
+        let open = |name: &str| {
+            let path = format!("{}/{name}", file::KEEP);
+            let fd = self.place.open_at(id, &path, OFlags::RDONLY | OFlags::NONBLOCK).ok()?;
+            let stat = rustix::fs::fstat(&fd).ok()?;
+            (FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && stat.st_uid == uid).then_some(fd)
+        };
+        let (exit, console) = (open(file::EXIT), open(file::CONSOLE));
+        let reply = Reply::Evidence { exit: exit.is_some(), console: console.is_some() };
+        (reply, exit.into_iter().chain(console).collect())
+    }
+
+    pub fn usage(&self, id: SandboxId) -> Result<Usage, Refusal> {
+        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
+        leaf.usage().map_err(|error| Refusal::NotThere { id, state: format!("cannot be measured ({})", chain(&error)) })
+    }
+
+    /// The closures of VMM and vsock device, made at the first request.
+    fn programs(&self) -> Result<Programs, Refusal> {
+        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(programs) = &*programs {
+            return Ok(programs.clone());
+        }
+        let made = closure::prepare(&self.place.path, &self.sources).map_err(|error| match error {
+            closure::Error::Missing { program, .. } => Refusal::Missing {
+                what: program.to_owned(),
+                hint: match program {
+                    "qemu-system-x86_64" => "install the package qemu-system-x86".to_owned(),
+                    _ => "install it with cargo, as `make` does".to_owned(),
+                },
+            },
+            error => failed("copy the VMM", error),
+        })?;
+        *programs = Some(made.clone());
+        Ok(made)
+    }
+
+    /// Opens a file of a Plan: below the state directory, through no link, regular, pepod's own, and no one else's to write.
+    fn file(&self, path: &StatePath, readers: Readers) -> Result<File, Refusal> {
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let fd = rustix::fs::openat2(&self.state, path.as_str(), flags, Mode::empty(), resolve)
+            .map_err(|error| failed(&format!("open {path}"), error))?;
+        let stat = rustix::fs::fstat(&fd).map_err(|error| failed(&format!("look at {path}"), error))?;
+        let wrong = |what: &str| Err(Refusal::Invalid { reason: format!("{path} {what}") });
+        if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile {
+            return wrong("is not a regular file");
+        }
+        if stat.st_uid != self.daemon_uid {
+            return wrong("is not pepod's");
+        }
+        if stat.st_mode & 0o022 != 0 {
+            return wrong("can be written by others");
+        }
+        if readers == Readers::Jailed && stat.st_mode & 0o004 == 0 {
+            return wrong("cannot be read by a jailed process");
+        }
+        Ok(fd.into())
+    }
+
+    /// No other Sandbox has the slot, and nobody's process runs under its uids.
+    fn slot_is_free(&self, id: SandboxId) -> Result<(), Refusal> {
+        let slot = id.slot();
+        let all = self.place.all().map_err(|error| failed("read the jails", error))?;
+        if let Some(holder) = all.into_iter().find(|one| one.slot() == slot) {
+            return Err(Refusal::SlotTaken { slot: slot.number(), holder });
+        }
+        let uids = self.place.block.uids(slot).all();
+        match proc::all().find(|process| uids.contains(&process.uid)) {
+            Some(process) => Err(Refusal::UidInUse { uid: process.uid, pid: process.pid, name: process.name }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Who has to read a file of a Plan by itself.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Readers {
+    /// Only this process; others get the descriptor.
+    Us,
+    /// A process in a jail.
+    Jailed,
+}
+
+/// Starts a keeper as the first process of a new pid namespace, on a thread that is thrown away: a thread that has left the
+/// pid namespace for its children can make no other thread again.
+fn spawn(socket: OwnedFd) -> io::Result<u32> {
+    std::thread::scope(|scope| {
+        let spawning = scope.spawn(move || {
+            sys::unshare(libc::CLONE_NEWPID)?;
+            // The socket is its standard input: no other child started at this moment inherits it.
+            let mut command = Command::new("/proc/self/exe");
+            command.arg0(process::KEEPER).arg("keeper").arg("--fd").arg("0").env_clear().current_dir("/");
+            command.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::null());
+            // The child is reaped by its pidfd.
+            command.spawn().map(|child| child.id())
+        });
+        spawning.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+    })
+}

@@ -1,0 +1,99 @@
+//! Sweeping: what is found on the host, minus what is kept, is given back. It reads the host and no memory of ours.
+//!
+//! An instance sweeps its own tag, through the privileged side that holds its lease. Tags whose lease nobody holds are
+//! looked at by [`look`] and swept by [`sweep_stale`], which holds the lease meanwhile.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::time::SystemTime;
+
+use crate::cgroup::Hierarchies;
+use crate::held::{Holdings, Place};
+use crate::host::Leftover;
+use crate::id::SandboxId;
+use crate::registry::{self, Holder, Lease};
+
+/// What of this instance is on the host and not kept, and whether `act` removed it.
+///
+/// # Errors
+/// The jails cannot be read.
+pub fn sweep(place: &Place, keep: &[SandboxId], owner: &Path, act: Act) -> std::io::Result<Vec<Leftover>> {
+    let mut left = Vec::new();
+    for id in place.all()?.into_iter().filter(|id| !keep.contains(id)) {
+        let age = age_seconds(place, id);
+        let present = Holdings::of(place, id).present();
+        let removed = match act {
+            Act::Look => None,
+            Act::Remove => Some(Holdings::of(place, id).release().map_err(|left| left.join("; "))),
+        };
+        left.extend(present.into_iter().map(|(kind, name)| Leftover {
+            kind: kind.as_str().to_owned(),
+            name,
+            tag: place.tag.to_string(),
+            owner: Some(owner.to_owned()),
+            age_seconds: age,
+            removed: removed.clone(),
+        }));
+    }
+    Ok(left)
+}
+
+/// Whether to look or to remove.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Act {
+    /// Lists.
+    Look,
+    /// Gives back.
+    Remove,
+}
+
+/// Seconds since a Sandbox's directory was made.
+pub fn age_seconds(place: &Place, id: SandboxId) -> Option<u64> {
+    let made = std::fs::symlink_metadata(place.directory(id)).ok()?.mtime();
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).ok()?.as_secs();
+    Some(now.saturating_sub(u64::try_from(made).ok()?))
+}
+
+/// What instances that nobody runs have left on the host.
+///
+/// # Errors
+/// The registry or the host's cgroups cannot be read.
+pub fn look() -> std::io::Result<Vec<Leftover>> {
+    stale(Act::Look)
+}
+
+/// Gives back what instances that nobody runs have left. Needs root.
+///
+/// # Errors
+/// As [`look`].
+pub fn sweep_stale() -> std::io::Result<Vec<Leftover>> {
+    stale(Act::Remove)
+}
+
+fn stale(act: Act) -> std::io::Result<Vec<Leftover>> {
+    let mut left = Vec::new();
+    let cgroups = Hierarchies::detect().map_err(std::io::Error::other)?;
+    for (lease, holder) in registry::leases().map_err(std::io::Error::other)? {
+        if holder == Holder::Alive {
+            continue;
+        }
+        let work = |lease: &Lease| of_lease(lease, cgroups.clone(), act);
+        // Held meanwhile, so that its instance cannot start while it is swept.
+        match registry::with_stale(Path::new(registry::REGISTRY), lease.tag, work).map_err(std::io::Error::other)? {
+            Some(found) => left.extend(found?),
+            None => continue,
+        }
+    }
+    Ok(left)
+}
+
+fn of_lease(lease: &Lease, cgroups: Hierarchies, act: Act) -> std::io::Result<Vec<Leftover>> {
+    match Place::open(lease.tag, lease.block, &lease.jails, cgroups.clone()) {
+        Ok(place) => sweep(&place, &[], &lease.state, act),
+        // Its directory is gone; cgroups and processes may be there all the same, and lead to their ids.
+        Err(_) => {
+            let place = Place::without_jails(lease.tag, lease.block, cgroups)?;
+            sweep(&place, &[], &lease.state, act)
+        }
+    }
+}

@@ -1,0 +1,52 @@
+//! Real microVMs, as root: the whole line, every way it can be cut, and what is left on the host afterwards.
+//!
+//! Needs root and `PEPO_BOOT`, a directory with `vmlinux`, `initramfs` and `rootfs.erofs`; without them every test fails
+//! and says so. This program is its own pepod: it has the modes `keeper` and `jail`, and each test runs *lives* of an
+//! instance (`life NAME`), which fork into the privileged side and a side without rights, like the real one. What is left is
+//! read from `/proc`, the cgroup file systems and the directories, not from the engine.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::print_stdout, clippy::print_stderr)]
+
+mod host_is_clean;
+mod lives;
+mod tests;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    match &args[1..] {
+        ["keeper", "--fd", fd] => {
+            let socket = pepo_sandbox::sys::inherited(fd.parse().unwrap()).expect("an order");
+            ExitCode::from(pepo_sandbox::keeper::run(socket))
+        }
+        ["jail", "--fd", fd] => {
+            let spec = pepo_sandbox::sys::inherited(fd.parse().unwrap()).expect("a specification");
+            let Err(error) = pepo_sandbox::jail::read_spec(spec).and_then(|spec| pepo_sandbox::jail::enter(&spec));
+            eprintln!("{error}: {:?}", std::error::Error::source(&error).map(ToString::to_string));
+            ExitCode::from(pepo_sandbox::jail::EXIT_NOT_JAILED)
+        }
+        ["life", name, state, rest @ ..] => lives::live(name, state.as_ref(), rest),
+        // What `cargo test` and nextest ask of a test program.
+        rest if rest.contains(&"--list") => {
+            if !rest.contains(&"--ignored") {
+                tests::ALL.iter().for_each(|(name, _)| println!("{name}: test"));
+            }
+            ExitCode::SUCCESS
+        }
+        rest => {
+            let wanted: Vec<_> = rest.iter().filter(|word| !word.starts_with('-')).collect();
+            let mut failed = 0;
+            for (name, test) in tests::ALL {
+                if !wanted.is_empty() && !wanted.iter().any(|want| name.contains(**want)) {
+                    continue;
+                }
+                println!("test {name} ...");
+                let ok = std::panic::catch_unwind(test).is_ok();
+                println!("test {name} ... {}", if ok { "ok" } else { "FAILED" });
+                failed += u8::from(!ok);
+            }
+            ExitCode::from(failed)
+        }
+    }
+}
