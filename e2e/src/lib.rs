@@ -1,1 +1,16 @@
-//! e2e
+//! Black-box tests: the real programs, real microVMs, the host looked at from outside.
+//!
+//! A test makes an [`Instance`], uses it as a user does, and ends it; [`Instance::end`] then compares the host with what
+//! it was before, through /proc, cgroupfs and the file system, not through anything Pepo says about itself. Nothing here is
+//! skipped: without root or without what `make test` prepares, a test fails and says what is missing.
+
+#![allow(clippy::panic, clippy::expect_used, clippy::unwrap_used, reason = "a test harness fails by panicking")]
+#![allow(clippy::print_stdout, clippy::print_stderr, reason = "times and leftovers are for whoever reads the run")]
+
+mod host;
+mod instance;
+mod program;
+
+pub use host::{Snapshot, pids_named};
+pub use instance::{Instance, Options, bin, images};
+pub use program::{Program, Ran, Started, until};

@@ -1,5 +1,7 @@
 //! The edge against a fake daemon on a Unix socket, spoken to with raw bytes, as strangers do.
 
+#![allow(clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
+
 use std::convert::Infallible;
 use std::future::Future;
 use std::net::SocketAddr;

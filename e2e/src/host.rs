@@ -1,0 +1,193 @@
+//! The host as a witness sees it: what could be left behind, found without asking Pepo.
+//!
+//! Other things happen on a machine meanwhile, other instances of Pepo among them. So a snapshot takes what could be ours
+//! (by name, by uid range, by place), with the instance it belongs to where that can be told, and the comparison counts
+//! what is new and nobody else's.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Uids that only Sandboxes have.
+pub const SANDBOX_UIDS: std::ops::RangeInclusive<u32> = 0x7000_0000..=0x7FFD_FFFF;
+/// Programs that run for Pepo.
+const PROGRAMS: &[&str] =
+    &["pepo", "qemu-system", "vhost-device", "mmdebstrap", "mkfs.", "apt", "dpkg", "unshare", "newuidmap"];
+
+/// What there is: a thing, and whose it is where that can be told.
+#[derive(Debug, Default)]
+pub struct Snapshot {
+    things: BTreeMap<String, Option<Owner>>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Owner {
+    /// An instance, by its home.
+    Home(PathBuf),
+    /// An instance, by its tag.
+    Tag(String),
+}
+
+impl Snapshot {
+    /// Looks at the host.
+    pub fn take() -> Self {
+        let mut things = BTreeMap::new();
+        processes(&mut things);
+        cgroups(&mut things);
+        mounts(&mut things);
+        for (place, what) in
+            [("/sys/class/net", "interface"), ("/run/netns", "namespace"), ("/run/pepo/instances", "lease")]
+        {
+            for entry in fs::read_dir(place).into_iter().flatten().flatten() {
+                let name = entry.file_name().to_string_lossy().into_owned();
+                let owner = (what == "lease").then(|| Owner::Tag(name.clone()));
+                things.insert(format!("{what} {name}"), owner);
+            }
+        }
+        for entry in fs::read_dir("/sys/block").into_iter().flatten().flatten() {
+            if let Ok(file) = fs::read_to_string(entry.path().join("loop/backing_file")) {
+                things.insert(
+                    format!("loop device {} on {}", entry.file_name().to_string_lossy(), file.trim()),
+                    home_in(&file),
+                );
+            }
+        }
+        Snapshot { things }
+    }
+
+    /// What is here and was not there before, of this instance or of nobody.
+    pub fn since(&self, before: &Snapshot, home: &Path, tags: &[String]) -> Vec<String> {
+        let ours = |owner: &Option<Owner>| match owner {
+            None => true,
+            Some(Owner::Home(path)) => path == home,
+            Some(Owner::Tag(tag)) => tags.contains(tag),
+        };
+        let is_new = |thing: &String| !before.things.contains_key(thing);
+        self.things
+            .iter()
+            .filter(|(thing, owner)| is_new(thing) && ours(owner))
+            .map(|(thing, _)| thing.clone())
+            .collect()
+    }
+}
+
+/// The instance in whose home a path is, by the layout that `PEPO_HOME` makes.
+fn home_in(path: &str) -> Option<Owner> {
+    let at = path.find("/state/").or_else(|| path.find("/run/"))?;
+    let start = path[..at].rfind([' ', '=', ':']).map_or(0, |i| i + 1);
+    (at > start).then(|| Owner::Home(PathBuf::from(&path[start..at])))
+}
+
+fn processes(things: &mut BTreeMap<String, Option<Owner>>) {
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<u32>().ok()) else { continue };
+        let read = |name: &str| fs::read_to_string(entry.path().join(name)).unwrap_or_default();
+        let status = read("status");
+        let field =
+            |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim().to_owned();
+        let (comm, state) = (field("Name:"), field("State:"));
+        let uid: u32 = field("Uid:").split_whitespace().next().and_then(|uid| uid.parse().ok()).unwrap_or(0);
+        if state.starts_with('Z') || status.is_empty() {
+            continue;
+        }
+        if !SANDBOX_UIDS.contains(&uid) && !PROGRAMS.iter().any(|program| comm.starts_with(program)) {
+            continue;
+        }
+        // A test's own program is not the product's.
+        if comm.starts_with("pepo_") || comm.starts_with("pepo-bench") || comm.starts_with("pepo-soak") {
+            continue;
+        }
+        // Start time: the same pid later is another process.
+        let stat = read("stat");
+        let start = stat.rsplit(") ").next().and_then(|rest| rest.split(' ').nth(19)).unwrap_or_default().to_owned();
+        let owner = owner_by_cgroup(&read("cgroup")).or_else(|| owner_by_environment(&entry.path()));
+        things.insert(format!("process {pid} `{comm}` uid {uid} started {start}"), owner);
+    }
+}
+
+fn owner_by_cgroup(text: &str) -> Option<Owner> {
+    text.lines().flat_map(|line| line.split('/')).find_map(tag_in)
+}
+
+/// The tag in a name like `pepo-ab12-…`.
+fn tag_in(name: &str) -> Option<Owner> {
+    let (tag, _) = name.strip_prefix("pepo-")?.split_once('-')?;
+    (tag.len() == 4).then(|| Owner::Tag(tag.into()))
+}
+
+fn owner_by_environment(process: &Path) -> Option<Owner> {
+    let environment = fs::read(process.join("environ")).ok()?;
+    let home = environment.split(|b| *b == 0).find_map(|pair| pair.strip_prefix(b"PEPO_HOME="))?;
+    Some(Owner::Home(PathBuf::from(String::from_utf8_lossy(home).into_owned())))
+}
+
+fn cgroups(things: &mut BTreeMap<String, Option<Owner>>) {
+    let mut pending = vec![(PathBuf::from("/sys/fs/cgroup"), 0)];
+    while let Some((directory, depth)) = pending.pop() {
+        for entry in fs::read_dir(&directory).into_iter().flatten().flatten() {
+            if !entry.file_type().is_ok_and(|kind| kind.is_dir()) {
+                continue;
+            }
+            let name = entry.file_name().to_string_lossy().into_owned();
+            if name.contains("pepo") {
+                things.insert(format!("cgroup {}", entry.path().display()), tag_in(&name));
+            }
+            if depth < 6 {
+                pending.push((entry.path(), depth + 1));
+            }
+        }
+    }
+}
+
+fn mounts(things: &mut BTreeMap<String, Option<Owner>>) {
+    let table = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
+    for line in table.lines() {
+        let fields: Vec<&str> = line.split(' ').collect();
+        let (Some(place), Some(dash)) = (fields.get(4), fields.iter().position(|field| *field == "-")) else {
+            continue;
+        };
+        let kind_and_source = fields.get(dash + 1..=dash + 2).unwrap_or_default().join(" ");
+        things.insert(format!("mount {place} ({kind_and_source})"), home_in(place));
+    }
+}
+
+/// Processes of that name (as `/proc/PID/comm` shows it) whose cgroup names this tag, or whose environment names this home.
+pub fn pids_named(comm: &str, home: &Path, tag: &str) -> Vec<i32> {
+    let mut found = vec![];
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
+        let read = |name: &str| fs::read_to_string(entry.path().join(name)).unwrap_or_default();
+        if read("comm").trim_end() != comm {
+            continue;
+        }
+        let owner = owner_by_cgroup(&read("cgroup")).or_else(|| owner_by_environment(&entry.path()));
+        if owner.is_some_and(|owner| owner == Owner::Tag(tag.into()) || owner == Owner::Home(home.into())) {
+            found.push(pid);
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn owners_are_told_from_names_and_paths() {
+        assert_eq!(owner_by_cgroup("5:memory:/a/pepo-ab12-0123\n"), Some(Owner::Tag("ab12".into())));
+        assert_eq!(owner_by_cgroup("5:memory:/user.slice\n"), None);
+        assert_eq!(home_in("/var/lib/x/state/jail/y"), Some(Owner::Home("/var/lib/x".into())));
+        assert_eq!(home_in("/var/lib"), None);
+    }
+
+    #[test]
+    fn what_is_new_and_nobodys_counts() {
+        let thing = |name: &str, owner| (name.to_owned(), owner);
+        let before = Snapshot { things: [thing("a", None)].into() };
+        let other = Some(Owner::Tag("zzzz".into()));
+        let ours = Some(Owner::Tag("ab12".into()));
+        let after =
+            Snapshot { things: [thing("a", None), thing("b", None), thing("c", other), thing("d", ours)].into() };
+        assert_eq!(after.since(&before, Path::new("/h"), &["ab12".into()]), ["b", "d"]);
+    }
+}
