@@ -1,6 +1,7 @@
 //! `pepo run`: one program in a microVM of its own, as if it ran here.
 
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stdout, reason = "measured times are for whoever reads the run")]
 
 use std::fs;
 use std::time::Duration;

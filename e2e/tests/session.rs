@@ -1,6 +1,7 @@
 //! Sessions and Commands through the API: what is kept, replayed, signalled, typed and copied.
 
 #![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::print_stdout, reason = "measured times are for whoever reads the run")]
 
 use std::fs;
 use std::time::Duration;

@@ -33,7 +33,12 @@ fn run() -> anyhow::Result<()> {
         }
     };
     // While the rights are still there: bind, say where, look up who holds a port that is taken.
-    let listener = port::bind(config.listen)?;
+    let listener = if config.listen.port() == 0 {
+        let last = config.url_file.as_ref().and_then(|path| std::fs::read_to_string(path).ok());
+        port::bind_free(config.listen, last.as_deref())?
+    } else {
+        port::bind(config.listen)?
+    };
     let url = format!("http://{}", listener.local_addr()?);
     if let Some(path) = &config.url_file {
         std::fs::write(path, format!("{url}\n")).with_context(|| format!("cannot write {}", path.display()))?;

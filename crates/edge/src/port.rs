@@ -34,6 +34,19 @@ pub fn bind(address: SocketAddr) -> Result<TcpListener, Error> {
     })
 }
 
+/// Binds a free port: the one that the instance had last, as its URL was written down, where that is still free. Callers
+/// keep their address over a restart of the edge.
+///
+/// # Errors
+/// See [`Error`].
+pub fn bind_free(address: SocketAddr, last_url: Option<&str>) -> Result<TcpListener, Error> {
+    let last = last_url.and_then(|url| url.trim().strip_prefix("http://")?.parse::<SocketAddr>().ok());
+    match last.filter(|last| last.ip() == address.ip()).map(TcpListener::bind) {
+        Some(Ok(listener)) => Ok(listener),
+        _ => bind(address),
+    }
+}
+
 /// The process that listens on this address, as the kernel's tables show it to us.
 fn holder(address: SocketAddr) -> Option<String> {
     let table = match address.ip() {
@@ -73,6 +86,18 @@ fn listening_inode(table: &str, port: u16) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_free_port_is_the_last_one_where_that_can_be() {
+        let any = SocketAddr::from(([127, 0, 0, 1], 0));
+        let first = bind_free(any, None).expect("a free port").local_addr().expect("address");
+        let url = format!("http://{first}\n");
+        let again = bind_free(any, Some(&url)).expect("the same");
+        assert_eq!(again.local_addr().expect("address"), first);
+        let other = bind_free(any, Some(&url)).expect("another");
+        assert_ne!(other.local_addr().expect("address"), first);
+        assert!(bind_free(any, Some("http://8.8.8.8:1")).is_ok());
+    }
 
     #[test]
     fn a_taken_port_names_its_holder() {
