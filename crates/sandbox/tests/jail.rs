@@ -99,7 +99,9 @@ impl House {
     fn build() -> Result<Self, Box<dyn Error>> {
         let probe = probe()?;
         let state = tempfile::Builder::new().prefix("pepo-jail-").tempdir_in("/var/tmp")?;
-        let sources = Sources { qemu: None, vsock_device: std::env::var_os("PEPO_VSOCK_DEVICE").map(PathBuf::from) };
+        // Where `make` stages the programs; else where they are installed.
+        let staged = std::env::var_os("PEPO_E2E_BIN").map(|stage| Path::new(&stage).join("vhost-device-vsock"));
+        let sources = Sources { qemu: None, vsock_device: staged };
         let real = closure::prepare(state.path(), &sources)?;
         let with_probe = |closure: &Closure| -> Result<Closure, Box<dyn Error>> {
             let root = state.path().join(format!("probe-{}", &closure.digest));
@@ -229,7 +231,7 @@ fn attempts(probe: &Path) -> Result<Vec<String>, Box<dyn Error>> {
 fn complaint(attempt: &str, outcome: &Outcome) -> Option<String> {
     let expected = match attempt {
         // The first gate of `filter`: absent, and the caller lives.
-        _ if ABSENT.contains(&attempt) => outcome.answer() == Some(-i64::from(libc_enosys())),
+        _ if ABSENT.contains(&attempt) => outcome.answer() == Some(-i64::from(rustix::io::Errno::NOSYS.raw_os_error())),
         // Allowed, and there is nothing to execute: nothing is mapped where the path would have to be.
         "execve-exec-page" => outcome.answer() == Some(-14),
         // Allowed, and refused by the limit of the address space.
@@ -237,10 +239,6 @@ fn complaint(attempt: &str, outcome: &Outcome) -> Option<String> {
         _ => outcome.killed_by(Signal::SYS),
     };
     (!expected).then(|| format!("{attempt}: {} and it said {:?}", outcome.status, outcome.said))
-}
-
-fn libc_enosys() -> i32 {
-    rustix::io::Errno::NOSYS.raw_os_error()
 }
 
 fn none(complaints: Vec<String>) -> Result<(), Box<dyn Error>> {
