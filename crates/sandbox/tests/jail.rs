@@ -3,6 +3,7 @@
 //!
 //! This program is its own launcher (`jail --fd N`), which is why it has no harness; it speaks the part of the harness'
 //! command line that `cargo test` and nextest use. Its tests need root, and are listed as ignored without it.
+#![allow(clippy::print_stdout)]
 
 use std::collections::BTreeMap;
 use std::error::Error;
