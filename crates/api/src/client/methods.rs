@@ -1,5 +1,7 @@
 //! One method per row of the table.
 
+use base64::Engine;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
 use http::header::{CONNECTION, RANGE, UPGRADE};
 use http::{HeaderMap, HeaderValue, StatusCode};
@@ -14,8 +16,9 @@ use crate::query::{
 };
 use crate::{
     BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateCommand, CreateSession, DIAL_UPGRADE, DoctorReport,
-    FileChange, FileEntry, FileList, Health, Image, MakeFile, Output, Page, RemovedImages, RenameFile, SendSignal,
-    Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, UpdateSession, Version, route,
+    FileChange, FileEntry, FileList, Health, Image, MakeFile, Output, Page, RecipeFile, RemovedImages, RenameFile,
+    SendSignal, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateSession,
+    Version, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -314,6 +317,23 @@ impl Client {
     /// Whether it can take work.
     pub async fn readyz(&self) -> Result<Health, ClientError> {
         self.json(self.request(&route::readyz, &[])?).await
+    }
+}
+
+impl Text {
+    /// The bytes, whichever form they came in; what is not base64 is nothing.
+    pub fn into_bytes(self) -> Vec<u8> {
+        match self {
+            Text::Utf8(text) => text.into_bytes(),
+            Text::Binary { base64 } => BASE64.decode(base64).unwrap_or_default(),
+        }
+    }
+}
+
+impl RecipeFile {
+    /// A file with these bytes.
+    pub fn of(bytes: &[u8], executable: bool) -> Self {
+        RecipeFile { base64: BASE64.encode(bytes), executable }
     }
 }
 

@@ -1,0 +1,110 @@
+//! `pepo exec`: a command in a Session that is there.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use pepo_api::client::Client;
+use pepo_api::query::{ShowCommand, ShowSession};
+use pepo_api::{CommandId, CommandState, OnDisconnect};
+
+use super::flags::How;
+use crate::fail::{Failure, Outcome};
+use crate::follow::{self, Detach, Ending, Outputs};
+use crate::interrupt::Interrupts;
+use crate::place::Place;
+use crate::render;
+
+#[derive(Debug, Args)]
+pub struct Exec {
+    #[command(flatten)]
+    how: How,
+    /// Leave it running and print its id
+    #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
+    detach: bool,
+    /// Print the outcome and the output as JSON when the command has ended
+    #[arg(long, conflicts_with_all = ["interactive", "tty", "detach"])]
+    json: bool,
+    /// The id of the command, `cmd_` and 32 hex digits of a UUIDv7: the same again joins it and never runs twice
+    #[arg(long, value_name = "CMD_ID")]
+    id: Option<CommandId>,
+    /// The Session, by id or name
+    #[arg(value_name = "SES")]
+    session: String,
+    /// The command and its arguments
+    #[arg(required = true, value_name = "CMD", trailing_var_arg = true)]
+    pub argv: Vec<OsString>,
+}
+
+impl Exec {
+    pub async fn run(&self, place: Place) -> Outcome<u8> {
+        let on_disconnect = if self.detach { OnDisconnect::Keep } else { OnDisconnect::Kill };
+        let mut command = self.how.command(&self.argv, on_disconnect)?;
+        let stdin = self.how.stdin()?;
+        if self.id.is_some() {
+            command.id = self.id;
+        }
+        let id = command.id.unwrap_or_else(CommandId::generate);
+        let client = place.client();
+        let mut interrupts = Interrupts::new()?;
+        match interrupts.unless(client.command_create(&self.session, &command)).await {
+            Ok(created) => drop(created?),
+            Err(caught) => {
+                // It may have begun all the same.
+                kill(&client, &self.session, id).await;
+                return Ok(caught.exit_code());
+            }
+        }
+        if self.detach {
+            render::say(&id.to_string())?;
+            return Ok(0);
+        }
+        if self.json {
+            return json_result(&client, &self.session, id, &mut interrupts).await;
+        }
+        let attached = client.command_attach(&self.session, id, 0);
+        let ending = follow::follow(attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+        finish(&client, &self.session, id, ending).await
+    }
+}
+
+/// The exit code for an ending; a command of ours that has not ended is killed.
+pub async fn finish(client: &Client, session: &str, id: CommandId, ending: Ending) -> Outcome<u8> {
+    match ending {
+        Ending::Exited(command) => {
+            let memory = client.session_show(session, &ShowSession::default()).await.ok().map(|s| s.memory_mib);
+            Ok(follow::exit_code(&command, memory))
+        }
+        Ending::Failed(error) => Err(Failure::from(error)),
+        Ending::Detached => Ok(0),
+        other => {
+            kill(client, session, id).await;
+            Ok(follow::code_of(&other).unwrap_or(125))
+        }
+    }
+}
+
+async fn kill(client: &Client, session: &str, id: CommandId) {
+    // Best effort: closing the attachment kills it too.
+    let _ = tokio::time::timeout(std::time::Duration::from_secs(5), client.command_kill(session, id)).await;
+}
+
+/// Waits for the end and prints the command with its output as JSON.
+pub async fn json_result(client: &Client, session: &str, id: CommandId, interrupts: &mut Interrupts) -> Outcome<u8> {
+    let query = ShowCommand { wait_seconds: Some(20), max_output_bytes: Some(1 << 20), ..ShowCommand::default() };
+    let output = loop {
+        match interrupts.unless(client.command_show(session, id, &query)).await {
+            Ok(output) => {
+                let output = output?;
+                if output.command.state == CommandState::Exited {
+                    break output;
+                }
+            }
+            Err(caught) => {
+                kill(client, session, id).await;
+                return Ok(caught.exit_code());
+            }
+        }
+    };
+    render::json(&output)?;
+    Ok(follow::exit_code(&output.command, None))
+}

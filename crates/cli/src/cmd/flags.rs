@@ -1,0 +1,180 @@
+//! Flags that several verbs share, and what they become in a request.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::io::IsTerminal;
+use std::path::PathBuf;
+
+use clap::Args;
+use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect};
+
+use crate::fail::{Failure, Outcome};
+use crate::follow::Stdin;
+use crate::{place, terminal, value};
+
+/// What a Session is made of.
+#[derive(Debug, Args)]
+pub struct Shape {
+    /// The Image, by name or id
+    #[arg(long, value_name = "IMAGE")]
+    pub image: Option<String>,
+    /// Processors
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=256))]
+    pub cpus: Option<u32>,
+    /// Memory (a bare number is MiB; 512m, 2G)
+    #[arg(long, value_name = "SIZE", value_parser = value::mebibytes)]
+    pub memory: Option<u32>,
+    /// Scratch disk; costs what is written
+    #[arg(long, value_name = "SIZE", value_parser = value::mebibytes)]
+    pub disk: Option<u32>,
+    /// Network: `none`, the only one in this release
+    #[arg(long, value_name = "POLICY", value_parser = value::network)]
+    pub net: Option<NetworkSpec>,
+    /// A name to use in place of the id
+    #[arg(long, value_name = "NAME")]
+    pub name: Option<String>,
+    /// A label, KEY=VALUE; may be given several times
+    #[arg(short, long = "label", value_name = "KEY=VALUE", value_parser = value::label)]
+    pub labels: Vec<(String, String)>,
+    #[arg(short = 'v', long = "volume", hide = true, value_parser = later)]
+    volume: Option<String>,
+    #[arg(long, hide = true, value_parser = later)]
+    workspace: Option<String>,
+    #[arg(long, hide = true, value_parser = later)]
+    key: Option<String>,
+}
+
+/// Refuses what a later release brings.
+fn later(_: &str) -> Result<String, String> {
+    Err("this does not exist in this release: Workspaces, host directories and keyed Sessions are not there yet".into())
+}
+
+impl Shape {
+    /// The request, without what the command's flags add.
+    pub fn request(&self) -> CreateSession {
+        CreateSession {
+            image: self.image.clone(),
+            cpus: self.cpus,
+            memory_mib: self.memory,
+            disk_mib: self.disk,
+            network: self.net.clone(),
+            name: self.name.clone(),
+            labels: self.labels.iter().cloned().collect(),
+            ..CreateSession::default()
+        }
+    }
+}
+
+/// The environment.
+#[derive(Debug, Args)]
+pub struct Environment {
+    /// A variable, NAME=VALUE; NAME alone passes on your own
+    #[arg(short, long = "env", value_name = "NAME=VALUE")]
+    env: Vec<String>,
+    /// A file of such lines
+    #[arg(long, value_name = "FILE")]
+    env_file: Vec<PathBuf>,
+}
+
+impl Environment {
+    /// All of it; flags beat files, later ones earlier ones.
+    pub fn variables(&self) -> Outcome<BTreeMap<String, String>> {
+        let mut all = BTreeMap::new();
+        for path in &self.env_file {
+            let told = |why: String| Failure::new(format!("--env-file {}: {why}", path.display()));
+            let text = std::fs::read_to_string(path).map_err(|error| told(error.to_string()))?;
+            all.extend(value::variables(&text, place::variable).map_err(told)?);
+        }
+        for text in &self.env {
+            all.extend(value::variable(text, place::variable).map_err(|why| Failure::new(format!("-e: {why}")))?);
+        }
+        Ok(all)
+    }
+}
+
+/// How a command runs.
+#[derive(Debug, Args)]
+pub struct How {
+    /// Pass on standard input
+    #[arg(short, long)]
+    pub interactive: bool,
+    /// Give it a terminal
+    #[arg(short, long)]
+    pub tty: bool,
+    /// Working directory
+    #[arg(short, long, value_name = "DIR")]
+    pub workdir: Option<String>,
+    /// User in the Sandbox, by name or uid
+    #[arg(short, long, value_name = "USER")]
+    pub user: Option<String>,
+    /// Kill it after so long (a bare number is seconds; 90s, 5m, 1h)
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    pub timeout: Option<u64>,
+    #[command(flatten)]
+    pub environment: Environment,
+}
+
+impl How {
+    /// Where its input comes from, refused where a terminal is asked for and none is there.
+    pub fn stdin(&self) -> Outcome<Stdin> {
+        let keys = terminal::interactive();
+        match (self.tty, self.interactive) {
+            (true, true) if !keys => Err(Failure::new("-t needs a terminal on standard input, which is none")
+                .hint("leave -t away to pipe input in, or -i to give the command a terminal without input")),
+            (true, true) => Ok(Stdin::Keys),
+            (true, false) => Ok(Stdin::None),
+            (false, true) => Ok(Stdin::Bytes),
+            (false, false) => Ok(Stdin::None),
+        }
+    }
+
+    /// The request for a command that this process follows, or leaves alone.
+    pub fn command(&self, argv: &[OsString], on_disconnect: OnDisconnect) -> Outcome<CreateCommand> {
+        Ok(CreateCommand {
+            argv: Some(text(argv)?),
+            id: Some(CommandId::generate()),
+            cwd: self.workdir.clone(),
+            env: self.environment(),
+            user: self.user.clone(),
+            open_stdin: self.interactive,
+            pty: self.tty.then(terminal::size),
+            timeout_seconds: self.timeout,
+            wait_seconds: Some(0),
+            max_output_bytes: Some(0),
+            on_disconnect: Some(on_disconnect),
+            ..CreateCommand::default()
+        }
+        .with(self.environment.variables()?))
+    }
+
+    fn environment(&self) -> BTreeMap<String, String> {
+        // A terminal's programs ask what it can do.
+        let own = self.tty && std::io::stdout().is_terminal();
+        own.then(|| place::variable("TERM")).flatten().map(|term| ("TERM".to_owned(), term)).into_iter().collect()
+    }
+}
+
+trait With {
+    fn with(self, variables: BTreeMap<String, String>) -> Self;
+}
+
+impl With for CreateCommand {
+    fn with(mut self, variables: BTreeMap<String, String>) -> Self {
+        self.env.extend(variables);
+        self
+    }
+}
+
+/// The arguments as the API carries them.
+pub fn text(argv: &[OsString]) -> Outcome<Vec<String>> {
+    argv.iter()
+        .map(|arg| {
+            arg.to_str().map(str::to_owned).ok_or_else(|| {
+                Failure::new(format!(
+                    "the argument `{}` is not UTF-8, and only UTF-8 can be passed on",
+                    crate::escape::bytes(arg.as_encoded_bytes())
+                ))
+            })
+        })
+        .collect()
+}

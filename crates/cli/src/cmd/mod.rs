@@ -1,0 +1,183 @@
+//! The verbs: what each takes, and the one place that picks which runs.
+
+mod attach;
+mod completion;
+mod config;
+mod cp;
+mod doctor;
+mod down;
+mod exec;
+mod flags;
+mod image;
+mod kill;
+mod logs;
+mod ps;
+mod run;
+mod session;
+mod shell;
+mod sweep;
+mod up;
+mod version;
+
+use std::ffi::OsString;
+
+use clap::{Parser, Subcommand};
+
+use crate::fail::Outcome;
+use crate::place::{self, Place};
+
+/// Runs AI agents and other untrusted programs, each Session in a machine of its own.
+#[derive(Debug, Parser)]
+#[command(name = "pepo", version, propagate_version = true, max_term_width = 100, arg_required_else_help = true)]
+pub struct Cli {
+    /// Another Pepo than this machine's, by its name in ~/.config/pepo/config.toml
+    #[arg(long, global = true, value_name = "NAME")]
+    context: Option<String>,
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Run one command in a Session of its own, and end both
+    Run(Box<run::Run>),
+    /// Run daemon and edge in the foreground
+    Up(up::Up),
+    /// End the daemon and every Session
+    Down(down::Down),
+    /// Make, look at, change and end Sessions
+    #[command(subcommand, visible_alias = "sessions")]
+    Session(session::Session),
+    /// Run a command in a Session
+    Exec(Box<exec::Exec>),
+    /// Join a command that runs
+    Attach(attach::Attach),
+    /// Kill a command with all it started, or send it a signal
+    Kill(kill::Kill),
+    /// List the commands of a Session
+    Ps(ps::Ps),
+    /// Open a shell in a Session
+    Shell(shell::Shell),
+    /// Show what a command wrote, or a Session's console
+    Logs(logs::Logs),
+    /// Copy files between here and a Session
+    Cp(cp::Cp),
+    /// Build, look at and remove Images
+    #[command(subcommand, visible_alias = "images")]
+    Image(image::Image),
+    /// Look at this host: what works, what does not, what to do
+    Doctor(doctor::Doctor),
+    /// Remove what dead Sessions and daemons left on this host
+    Sweep(sweep::Sweep),
+    /// Check and show settings
+    #[command(subcommand)]
+    Config(config::Config),
+    /// Show which Pepo this is
+    Version(version::Version),
+    /// Print a completion script for a shell
+    Completion(completion::Completion),
+    /// Start a program in a terminal session of its own
+    #[command(hide = true)]
+    Detached {
+        /// The program and its arguments.
+        #[arg(required = true, trailing_var_arg = true, allow_hyphen_values = true)]
+        command: Vec<OsString>,
+    },
+}
+
+impl Cli {
+    /// The exit code for a failure that has none of its own: commands in a Session keep the low ones for themselves.
+    pub fn failure_code(&self) -> u8 {
+        match self.verb {
+            Verb::Run(_) | Verb::Exec(_) | Verb::Attach(_) | Verb::Shell(_) => 125,
+            _ => 1,
+        }
+    }
+
+    /// Does what was asked; gives the exit code.
+    pub async fn run(self) -> Outcome<u8> {
+        let place = || -> Outcome<Place> { place::find(self.context.as_deref()) };
+        match self.verb {
+            Verb::Run(verb) => verb.run(place()?).await,
+            Verb::Up(verb) => verb.run(place()?).await,
+            Verb::Down(verb) => verb.run(place()?).await,
+            Verb::Session(verb) => verb.run(place()?).await,
+            Verb::Exec(verb) => verb.run(place()?).await,
+            Verb::Attach(verb) => verb.run(place()?).await,
+            Verb::Kill(verb) => verb.run(place()?).await,
+            Verb::Ps(verb) => verb.run(place()?).await,
+            Verb::Shell(verb) => verb.run(place()?).await,
+            Verb::Logs(verb) => verb.run(place()?).await,
+            Verb::Cp(verb) => verb.run(place()?).await,
+            Verb::Image(verb) => verb.run(place()?).await,
+            Verb::Doctor(verb) => verb.run(place()?).await,
+            Verb::Sweep(verb) => verb.run(place()?).await,
+            Verb::Config(verb) => verb.run(place()?).await,
+            Verb::Version(verb) => verb.run(place()?).await,
+            Verb::Completion(verb) => verb.run(),
+            Verb::Detached { command } => Err(crate::launch::detached(&command)),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_flags_are_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    fn argv(line: &[&str]) -> Vec<OsString> {
+        match Cli::try_parse_from(line).unwrap().verb {
+            Verb::Run(run) => run.argv,
+            Verb::Exec(exec) => exec.argv,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_command_line_is_left_untouched() {
+        let cases: [(&[&str], &[&str]); 7] = [
+            (&["pepo", "run", "--", "python3", "-c", "print('größe  x')"], &["python3", "-c", "print('größe  x')"]),
+            (&["pepo", "run", "echo", "-n", "--image", "x", "--", "y"], &["echo", "-n", "--image", "x", "--", "y"]),
+            (&["pepo", "run", "--image", "a", "--", "echo", "--", "--help"], &["echo", "--", "--help"]),
+            (&["pepo", "run", "-i", "--", "-x", ""], &["-x", ""]),
+            (&["pepo", "exec", "web", "--", "ls", "-la"], &["ls", "-la"]),
+            (&["pepo", "exec", "-w", "/tmp", "web", "ls", "-la", "--json"], &["ls", "-la", "--json"]),
+            (&["pepo", "exec", "web", "--", "sh", "--", "-c"], &["sh", "--", "-c"]),
+        ];
+        for (line, expected) in cases {
+            assert_eq!(argv(line), expected, "{line:?}");
+        }
+    }
+
+    fn refusal(line: &[&str]) -> String {
+        Cli::try_parse_from(line).unwrap_err().to_string()
+    }
+
+    #[test]
+    fn what_does_not_exist_yet_is_refused_with_its_reason() {
+        let net = refusal(&["pepo", "run", "--net", "public", "--", "true"]);
+        assert!(net.contains("a Sandbox has no network interface"), "{net}");
+        for flag in ["-v=/x:/y", "--workspace=w", "--key=k"] {
+            let text = refusal(&["pepo", "run", flag, "--", "true"]);
+            assert!(text.contains("does not exist in this release"), "{flag}: {text}");
+        }
+        for verb in ["workspace", "app", "usage", "events", "stats", "drain"] {
+            assert!(refusal(&["pepo", verb]).contains("unrecognized subcommand"), "{verb}");
+        }
+    }
+
+    #[test]
+    fn values_that_are_wrong_are_told_by_flag() {
+        let text = refusal(&["pepo", "run", "--memory", "lots", "--", "true"]);
+        assert!(text.contains("invalid value 'lots' for '--memory <SIZE>'"), "{text}");
+        assert!(text.contains("`lots` is not a size: a bare number is MiB, else 512m, 2G, 1T"), "{text}");
+        assert!(refusal(&["pepo", "run", "--imgae", "x", "--", "true"]).contains("'--imgae'"), "no command by mistake");
+        assert!(refusal(&["pepo", "run"]).contains("<CMD>..."), "a command is needed");
+        assert!(refusal(&["pepo", "run", "-d", "--out", "x", "--", "true"]).contains("cannot be used with"));
+    }
+}

@@ -1,0 +1,386 @@
+//! `pepo session …`.
+
+use clap::{Args, Subcommand, ValueEnum};
+use pepo_api::client::Client;
+use pepo_api::query::{ListSessions, ShowSession};
+use pepo_api::{Session as Record, SessionState, UpdateSession};
+
+use super::flags::{Environment, Shape};
+use super::run::{end, wait_active};
+use crate::fail::{self, Failure, Outcome};
+use crate::interrupt::Interrupts;
+use crate::place::Place;
+use crate::{launch, render, value};
+
+#[derive(Debug, Subcommand)]
+pub enum Session {
+    /// Make a Session, wait until it takes commands, print its id
+    Create(Box<Create>),
+    /// List Sessions
+    Ls(Ls),
+    /// Show one Session
+    Show(Show),
+    /// Change a Session
+    Update(Update),
+    /// Give its machine back (what is on its disk is lost)
+    Release(One),
+    /// End Sessions for good
+    Rm(Rm),
+    /// Wait until a Session is in a state
+    Wait(Wait),
+}
+
+#[derive(Debug, Args)]
+pub struct Create {
+    #[command(flatten)]
+    shape: Shape,
+    #[command(flatten)]
+    environment: Environment,
+    /// How long it stays after the last activity (a bare number is seconds; 90s, 5m, 1h)
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    keep_alive: Option<u64>,
+    /// How long it lives at the most
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    expires: Option<u64>,
+    /// Do not wait until it takes commands
+    #[arg(short, long)]
+    detach: bool,
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Ls {
+    /// Also those that have ended
+    #[arg(short, long)]
+    all: bool,
+    /// Only those in this state
+    #[arg(long, value_name = "STATE")]
+    state: Option<State>,
+    /// Only those with this label; may be given several times
+    #[arg(short, long = "label", value_name = "KEY=VALUE")]
+    labels: Vec<String>,
+    /// Print ids alone
+    #[arg(short, long)]
+    quiet: bool,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Args)]
+pub struct Show {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// The Session, by id or name
+    #[arg(value_name = "SES")]
+    session: String,
+}
+
+#[derive(Debug, Args)]
+pub struct Update {
+    /// A new name
+    #[arg(long, value_name = "NAME")]
+    name: Option<String>,
+    /// Labels; all of them, the old ones go
+    #[arg(short, long = "label", value_name = "KEY=VALUE", value_parser = value::label)]
+    labels: Vec<(String, String)>,
+    /// How long it stays after the last activity
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    keep_alive: Option<u64>,
+    /// How long it lives from now on
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    expires: Option<u64>,
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+    /// The Session, by id or name
+    #[arg(value_name = "SES")]
+    session: String,
+}
+
+#[derive(Debug, Args)]
+pub struct One {
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+    /// The Session, by id or name
+    #[arg(value_name = "SES")]
+    session: String,
+}
+
+#[derive(Debug, Args)]
+pub struct Rm {
+    /// Print them as JSON
+    #[arg(long)]
+    json: bool,
+    /// The Sessions, by id or name
+    #[arg(value_name = "SES", required = true)]
+    sessions: Vec<String>,
+}
+
+#[derive(Debug, Args)]
+pub struct Wait {
+    /// The state
+    #[arg(long, value_name = "STATE", default_value = "terminated")]
+    state: State,
+    /// Give up after so long, with exit code 124
+    #[arg(long, value_name = "TIME", value_parser = value::seconds)]
+    timeout: Option<u64>,
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+    /// The Session, by id or name
+    #[arg(value_name = "SES")]
+    session: String,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum State {
+    Requested,
+    Activating,
+    Active,
+    Releasing,
+    Idle,
+    Terminating,
+    Terminated,
+}
+
+impl From<State> for SessionState {
+    fn from(state: State) -> Self {
+        match state {
+            State::Requested => SessionState::Requested,
+            State::Activating => SessionState::Activating,
+            State::Active => SessionState::Active,
+            State::Releasing => SessionState::Releasing,
+            State::Idle => SessionState::Idle,
+            State::Terminating => SessionState::Terminating,
+            State::Terminated => SessionState::Terminated,
+        }
+    }
+}
+
+impl Session {
+    pub async fn run(&self, place: Place) -> Outcome<u8> {
+        match self {
+            Session::Create(verb) => verb.run(place).await,
+            Session::Ls(verb) => verb.run(&place.client()).await,
+            Session::Show(verb) => {
+                let session = place.client().session_show(&verb.session, &ShowSession::default()).await?;
+                if verb.json {
+                    render::json(&session)?
+                } else {
+                    render::out(&details(&session))?
+                }
+                Ok(0)
+            }
+            Session::Update(verb) => verb.run(&place.client()).await,
+            Session::Release(verb) => {
+                let session = place.client().session_release(&verb.session).await?;
+                print(&session, verb.json)
+            }
+            Session::Rm(verb) => verb.run(&place.client()).await,
+            Session::Wait(verb) => verb.run(&place.client()).await,
+        }
+    }
+}
+
+fn print(session: &Record, json: bool) -> Outcome<u8> {
+    if json {
+        render::json(session)?
+    } else {
+        render::say(&session.id.to_string())?
+    }
+    Ok(0)
+}
+
+impl Create {
+    async fn run(&self, place: Place) -> Outcome<u8> {
+        let mut request = self.shape.request();
+        request.env = self.environment.variables()?;
+        request.keep_alive_seconds = self.keep_alive;
+        request.expires_seconds = self.expires;
+        let mut interrupts = Interrupts::new()?;
+        let client = match interrupts.unless(launch::ensure(place, "session create")).await {
+            Ok(client) => client?,
+            Err(caught) => return Ok(caught.exit_code()),
+        };
+        let mut session = client.session_create(&request).await?;
+        if !self.detach {
+            match interrupts.unless(wait_active(&client, &session)).await {
+                Ok(ready) => ready?,
+                Err(caught) => {
+                    end(&client, &session.id.to_string(), &mut interrupts).await?;
+                    return Ok(caught.exit_code());
+                }
+            }
+            if self.json {
+                session = client.session_show(&session.id.to_string(), &ShowSession::default()).await?;
+            }
+        }
+        print(&session, self.json)
+    }
+}
+
+impl Ls {
+    async fn run(&self, client: &Client) -> Outcome<u8> {
+        let mut query = ListSessions {
+            limit: Some(1000),
+            state: self.state.map(Into::into),
+            label: self.labels.clone(),
+            cursor: None,
+        };
+        let mut sessions = Vec::new();
+        loop {
+            let page = client.session_list(&query).await?;
+            let wanted = |s: &Record| self.all || self.state.is_some() || s.state != SessionState::Terminated;
+            sessions.extend(page.items.into_iter().filter(wanted));
+            query.cursor = page.next_cursor;
+            if query.cursor.is_none() {
+                break;
+            }
+        }
+        if self.json {
+            render::json(&sessions)?;
+        } else if self.quiet {
+            for session in &sessions {
+                render::say(&session.id.to_string())?;
+            }
+        } else {
+            render::out(&table(&sessions, jiff::Timestamp::now()))?;
+        }
+        Ok(0)
+    }
+}
+
+fn table(sessions: &[Record], now: jiff::Timestamp) -> String {
+    let rows: Vec<_> = sessions
+        .iter()
+        .map(|s| {
+            let state = match &s.ended {
+                Some(ended) => {
+                    format!("{} ({})", render::word(&s.state), render::word(&ended.reason).replace('_', " "))
+                }
+                None => render::word(&s.state),
+            };
+            vec![
+                s.id.to_string(),
+                s.name.clone().unwrap_or_else(|| "-".into()),
+                state,
+                s.image.clone(),
+                s.cpus.to_string(),
+                render::mebibytes(s.memory_mib),
+                s.commands_running.to_string(),
+                render::ago(s.created_at, now),
+            ]
+        })
+        .collect();
+    render::table(&["ID", "NAME", "STATE", "IMAGE", "CPUS", "MEMORY", "COMMANDS", "CREATED"], &rows)
+}
+
+fn details(session: &Record) -> String {
+    let pairs = |map: &std::collections::BTreeMap<String, String>| {
+        map.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
+    };
+    let time = |at: Option<jiff::Timestamp>| at.map_or_else(String::new, |at| at.to_string());
+    let ended = session.ended.as_ref();
+    let mut text = render::fields(&[
+        ("id", session.id.to_string()),
+        ("name", session.name.clone().unwrap_or_default()),
+        ("state", render::word(&session.state)),
+        ("ended", ended.map_or_else(String::new, |e| format!("{}, {}", fail::reason(e.reason), e.at))),
+        ("image", format!("{} ({})", session.image, session.image_id)),
+        ("cpus", session.cpus.to_string()),
+        ("memory", render::mebibytes(session.memory_mib)),
+        ("disk", render::mebibytes(session.disk_mib)),
+        ("network", render::word(&session.network.mode)),
+        ("keep alive", format!("{} s", session.keep_alive_seconds)),
+        ("commands", session.commands_running.to_string()),
+        ("activation", session.activation.to_string()),
+        ("sandbox", session.sandbox_id.map_or_else(String::new, |id| id.to_string())),
+        ("env", pairs(&session.env)),
+        ("labels", pairs(&session.labels)),
+        ("created", session.created_at.to_string()),
+        ("active since", time(session.active_at)),
+        ("expires", time(session.expires_at)),
+    ]);
+    for line in ended.into_iter().flat_map(|e| &e.last_console_lines) {
+        text.push_str(&format!("console: {}\n", crate::escape::line(line)));
+    }
+    text
+}
+
+impl Update {
+    async fn run(&self, client: &Client) -> Outcome<u8> {
+        let update = UpdateSession {
+            name: self.name.clone(),
+            labels: (!self.labels.is_empty()).then(|| self.labels.iter().cloned().collect()),
+            keep_alive_seconds: self.keep_alive,
+            expires_seconds: self.expires,
+            network: None,
+        };
+        if update == UpdateSession::default() {
+            return Err(Failure::new("nothing to change").hint("--name, --label, --keep-alive or --expires"));
+        }
+        let session = client.session_update(&self.session, &update).await?;
+        print(&session, self.json)
+    }
+}
+
+impl Rm {
+    async fn run(&self, client: &Client) -> Outcome<u8> {
+        let mut interrupts = Interrupts::new()?;
+        let (mut code, mut ended) = (0, Vec::new());
+        for session in &self.sessions {
+            match end(client, session, &mut interrupts).await {
+                Ok(()) if self.json => ended.push(client.session_show(session, &ShowSession::default()).await?),
+                Ok(()) => render::say(session)?,
+                // The others are ended all the same.
+                Err(failure) => {
+                    failure.show();
+                    code = 1;
+                }
+            }
+        }
+        if self.json {
+            render::json(&ended)?;
+        }
+        Ok(code)
+    }
+}
+
+impl Wait {
+    async fn run(&self, client: &Client) -> Outcome<u8> {
+        let wanted: SessionState = self.state.into();
+        let waiting = async {
+            let mut query = ShowSession::default();
+            loop {
+                let now = client.session_show(&self.session, &query).await?;
+                if now.state == wanted {
+                    return Ok(now);
+                }
+                if now.state == SessionState::Terminated {
+                    let why = now.ended.as_ref().map_or("", |ended| fail::reason(ended.reason));
+                    return Err(Failure::new(format!("Session {} has ended: {why}", self.session)));
+                }
+                query = ShowSession { after: Some(now.generation), wait_seconds: Some(60) };
+            }
+        };
+        let limit = std::time::Duration::from_secs(self.timeout.unwrap_or(u64::from(u32::MAX)));
+        match Interrupts::new()?.unless(tokio::time::timeout(limit, waiting)).await {
+            Ok(Ok(session)) => {
+                let session = session?;
+                if self.json {
+                    render::json(&session)?;
+                }
+                Ok(0)
+            }
+            Ok(Err(_)) => {
+                Err(Failure::new(format!("Session {} is not {} yet", self.session, render::word(&wanted))).code(124))
+            }
+            Err(caught) => Ok(caught.exit_code()),
+        }
+    }
+}

@@ -1,0 +1,255 @@
+//! What is typed behind a flag: sizes, durations, `name=value`, copies. Pure; the texts of refusals are golden.
+
+use std::path::{Path, PathBuf};
+
+/// A size in MiB: a bare number, or `512m`, `2G`, `1T` (powers of 1024).
+pub fn mebibytes(text: &str) -> Result<u32, String> {
+    let wrong = || format!("`{text}` is not a size: a bare number is MiB, else 512m, 2G, 1T");
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let (number, unit) = text.split_at(digits);
+    let number: u64 = number.parse().map_err(|_| wrong())?;
+    let factor = match unit.to_ascii_lowercase().as_str() {
+        "" | "m" | "mb" | "mib" => 1,
+        "g" | "gb" | "gib" => 1024,
+        "t" | "tb" | "tib" => 1024 * 1024,
+        _ => return Err(wrong()),
+    };
+    match number.checked_mul(factor).and_then(|mib| u32::try_from(mib).ok()) {
+        Some(0) => Err("0 is no size".into()),
+        Some(mib) => Ok(mib),
+        None => Err(format!("{text} is more than any machine has")),
+    }
+}
+
+/// A duration in seconds: a bare number, or `90s`, `5m`, `1h`, `2d`, or several in falling order (`1h30m`).
+pub fn seconds(text: &str) -> Result<u64, String> {
+    let wrong = || format!("`{text}` is not a duration: a bare number is seconds, else 90s, 5m, 1h, 1h30m");
+    if let Ok(number) = text.parse::<u64>()
+        && text.bytes().all(|b| b.is_ascii_digit())
+    {
+        return Ok(number);
+    }
+    let (mut rest, mut total, mut last) = (text, 0u64, u64::MAX);
+    while !rest.is_empty() {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let number: u64 = rest[..digits].parse().map_err(|_| wrong())?;
+        let letters = rest[digits..].bytes().take_while(u8::is_ascii_alphabetic).count();
+        let factor = match &rest[digits..digits + letters] {
+            "s" => 1,
+            "m" => 60,
+            "h" => 3600,
+            "d" => 86_400,
+            "ms" => return Err(format!("`{text}`: whole seconds are the smallest step")),
+            _ => return Err(wrong()),
+        };
+        if factor >= last {
+            return Err(wrong());
+        }
+        last = factor;
+        total = number.checked_mul(factor).and_then(|s| total.checked_add(s)).ok_or_else(wrong)?;
+        rest = &rest[digits + letters..];
+    }
+    if text.is_empty() { Err(wrong()) } else { Ok(total) }
+}
+
+/// `NAME=VALUE`, or `NAME` alone for the caller's own value; `None` when that is not set.
+pub fn variable(text: &str, own: impl Fn(&str) -> Option<String>) -> Result<Option<(String, String)>, String> {
+    let (name, value) = match text.split_once('=') {
+        Some((name, value)) => (name, Some(value.to_owned())),
+        None => (text, own(text)),
+    };
+    if name.is_empty() || name.contains('\0') {
+        return Err(format!("`{text}` is not a variable: NAME=VALUE, or NAME to pass on your own"));
+    }
+    Ok(value.map(|value| (name.to_owned(), value)))
+}
+
+/// The lines of an `--env-file`: as [`variable`], with empty lines and `#` comments.
+pub fn variables(text: &str, own: impl Fn(&str) -> Option<String>) -> Result<Vec<(String, String)>, String> {
+    let mut all = Vec::new();
+    for (number, line) in text.lines().enumerate() {
+        let line = line.trim_start();
+        if line.is_empty() || line.starts_with('#') {
+            continue;
+        }
+        match variable(line, &own) {
+            Ok(pair) => all.extend(pair),
+            Err(why) => return Err(format!("line {}: {why}", number + 1)),
+        }
+    }
+    Ok(all)
+}
+
+/// `KEY=VALUE`; a bare `KEY` has the empty value.
+pub fn label(text: &str) -> Result<(String, String), String> {
+    let (key, value) = text.split_once('=').unwrap_or((text, ""));
+    if key.is_empty() {
+        return Err(format!("`{text}` is not a label: KEY=VALUE"));
+    }
+    Ok((key.to_owned(), value.to_owned()))
+}
+
+/// `--net`: the one policy that this release has.
+pub fn network(text: &str) -> Result<pepo_api::NetworkSpec, String> {
+    match text {
+        "none" => Ok(pepo_api::NetworkSpec { mode: pepo_api::NetworkMode::None, allow: None }),
+        "public" | "allow" => Err(no_network(text)),
+        _ if text.starts_with("allow=") => Err(no_network(text)),
+        _ => Err(format!("`{text}` is not a network policy; this release has `none` alone")),
+    }
+}
+
+fn no_network(text: &str) -> String {
+    format!(
+        "`{text}` does not exist in this release: a Sandbox has no network interface, because the boundary that would guard it is not there yet; leave --net away, or say --net none"
+    )
+}
+
+/// `SRC[:DST]` of `--copy`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Copy {
+    /// On this machine.
+    pub source: PathBuf,
+    /// In the Sandbox, where given.
+    pub destination: Option<String>,
+}
+
+/// Reads a [`Copy`]. A path that exists as typed is taken whole, so a colon in a name does no harm.
+pub fn copy(text: &str) -> Result<Copy, String> {
+    if text.is_empty() {
+        return Err("the path to copy is empty".into());
+    }
+    if Path::new(text).symlink_metadata().is_ok() {
+        return Ok(Copy { source: text.into(), destination: None });
+    }
+    match text.rsplit_once(':') {
+        Some((source, destination)) if !source.is_empty() && !destination.is_empty() => {
+            Ok(Copy { source: source.into(), destination: Some(destination.to_owned()) })
+        }
+        _ => Ok(Copy { source: text.into(), destination: None }),
+    }
+}
+
+/// One side of `pepo cp`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// On this machine.
+    Local(PathBuf),
+    /// `SES:PATH`.
+    Remote {
+        /// The Session's id or name.
+        session: String,
+        /// Absolute, or under the home directory.
+        path: String,
+    },
+    /// `-`: a tar stream.
+    Stream,
+}
+
+/// Reads one side of `pepo cp`: a colon before any slash makes it a Session's.
+pub fn place(text: &str) -> Result<Place, String> {
+    if text == "-" {
+        return Ok(Place::Stream);
+    }
+    match text.split_once(':') {
+        Some(("", _)) => Err(format!("`{text}`: the Session before the colon is missing")),
+        Some((session, path)) if !session.contains('/') && session != "." && session != ".." => {
+            let path = if path.is_empty() { "." } else { path };
+            Ok(Place::Remote { session: session.to_owned(), path: path.to_owned() })
+        }
+        _ if text.is_empty() => Err("a path is empty".into()),
+        _ => Ok(Place::Local(text.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        for (text, mib) in [("512", 512), ("512m", 512), ("2G", 2048), ("2gib", 2048), ("1T", 1 << 20), ("1MiB", 1)] {
+            assert_eq!(mebibytes(text), Ok(mib), "{text}");
+        }
+        let wrong = |t| mebibytes(t).unwrap_err();
+        assert_eq!(wrong("2x"), "`2x` is not a size: a bare number is MiB, else 512m, 2G, 1T");
+        assert_eq!(wrong(""), "`` is not a size: a bare number is MiB, else 512m, 2G, 1T");
+        assert_eq!(wrong("-1"), "`-1` is not a size: a bare number is MiB, else 512m, 2G, 1T");
+        assert_eq!(wrong("1.5G"), "`1.5G` is not a size: a bare number is MiB, else 512m, 2G, 1T");
+        assert_eq!(wrong("0"), "0 is no size");
+        assert_eq!(wrong("9999999T"), "9999999T is more than any machine has");
+        assert_eq!(
+            wrong("99999999999999999999"),
+            "`99999999999999999999` is not a size: a bare number is MiB, else 512m, 2G, 1T"
+        );
+    }
+
+    #[test]
+    fn durations() {
+        for (text, s) in
+            [("0", 0), ("90", 90), ("90s", 90), ("5m", 300), ("1h", 3600), ("1h30m", 5400), ("2d", 172_800)]
+        {
+            assert_eq!(seconds(text), Ok(s), "{text}");
+        }
+        let wrong = |t| seconds(t).unwrap_err();
+        assert_eq!(wrong("soon"), "`soon` is not a duration: a bare number is seconds, else 90s, 5m, 1h, 1h30m");
+        assert_eq!(wrong("500ms"), "`500ms`: whole seconds are the smallest step");
+        for text in ["", "-5", "+5", "5 m", "1m1h", "1h1h", "m", "1h30", "99999999999999999d", "5µ"] {
+            assert!(wrong(text).contains("is not a duration"), "{text}");
+        }
+    }
+
+    #[test]
+    fn variables_and_labels() {
+        let own = |name: &str| (name == "HOME").then(|| "/root".to_owned());
+        assert_eq!(variable("A=b=c", own), Ok(Some(("A".into(), "b=c".into()))));
+        assert_eq!(variable("A=", own), Ok(Some(("A".into(), String::new()))));
+        assert_eq!(variable("HOME", own), Ok(Some(("HOME".into(), "/root".into()))));
+        assert_eq!(variable("NOT_SET", own), Ok(None));
+        assert!(variable("=x", own).is_err());
+        let file = "# a\n\n A=1\nHOME\nNOT_SET\nB='x y'\n";
+        let expected = [("A", "1"), ("HOME", "/root"), ("B", "'x y'")].map(|(n, v)| (n.to_owned(), v.to_owned()));
+        assert_eq!(variables(file, own).unwrap(), expected);
+        assert_eq!(
+            variables("A=1\n=2", own).unwrap_err(),
+            "line 2: `=2` is not a variable: NAME=VALUE, or NAME to pass on your own"
+        );
+        assert_eq!(label("user=42"), Ok(("user".into(), "42".into())));
+        assert_eq!(label("=42"), Err("`=42` is not a label: KEY=VALUE".into()));
+    }
+
+    #[test]
+    fn only_no_network_is_taken() {
+        assert!(network("none").is_ok());
+        for text in ["public", "allow=pypi,10.0.0.0/8"] {
+            let why = network(text).unwrap_err();
+            assert!(
+                why.starts_with(&format!(
+                    "`{text}` does not exist in this release: a Sandbox has no network interface"
+                )),
+                "{why}"
+            );
+        }
+        assert_eq!(network("lan").unwrap_err(), "`lan` is not a network policy; this release has `none` alone");
+    }
+
+    #[test]
+    fn places() {
+        assert_eq!(place("-"), Ok(Place::Stream));
+        assert_eq!(place("./a:b"), Ok(Place::Local("./a:b".into())));
+        assert_eq!(place("a/b"), Ok(Place::Local("a/b".into())));
+        assert_eq!(place("web:/srv"), Ok(Place::Remote { session: "web".into(), path: "/srv".into() }));
+        assert_eq!(place("web:"), Ok(Place::Remote { session: "web".into(), path: ".".into() }));
+        assert!(place(":/x").is_err());
+    }
+
+    #[test]
+    fn copies() {
+        let dir = tempfile::tempdir().unwrap();
+        let odd = dir.path().join("a:b");
+        std::fs::write(&odd, "").unwrap();
+        assert_eq!(copy(odd.to_str().unwrap()).unwrap(), Copy { source: odd, destination: None });
+        assert_eq!(copy("nope:/srv").unwrap(), Copy { source: "nope".into(), destination: Some("/srv".into()) });
+        assert_eq!(copy("nope:").unwrap(), Copy { source: "nope:".into(), destination: None });
+    }
+}
