@@ -3,14 +3,17 @@
 source "$(dirname "$0")/say.sh"
 
 profile=dev folder=debug
+# On a terminal cargo shows how far it is; in a log its lines would bury the others.
+quiet=--quiet
+[ ! -t 2 ] || quiet=
 [ "${1:-}" != --release ] || { profile=release folder=release stage=$target/pepo-release/bin; }
 
 guest_target=x86_64-unknown-linux-gnu
 # The flags hold for this call alone, and in a target directory of its own: a static glibc would break build scripts'
 # shared objects elsewhere.
-RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --locked -p pepo-guest --profile guest \
+RUSTFLAGS="-C target-feature=+crt-static" cargo build $quiet --locked -p pepo-guest --profile guest \
   --target $guest_target --target-dir "$target/guest"
-cargo build --quiet --locked --profile $profile -p pepo-daemon -p pepo-cli -p pepo-edge
+cargo build $quiet --locked --profile $profile -p pepo-daemon -p pepo-cli -p pepo-edge
 
 mkdir -p "$stage"
 stage_one() {
