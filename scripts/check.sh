@@ -108,7 +108,7 @@ cargo clippy --quiet --locked --workspace --all-targets --features pepo-daemon/f
 pass
 
 step "Documentation"
-RUSTDOCFLAGS="-D warnings" cargo doc --quiet --locked --workspace --no-deps --lib --bins --document-private-items ||
+RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --quiet --locked --workspace --no-deps --lib --bins --document-private-items ||
   fault "cargo doc"
 pass
 

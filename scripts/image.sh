@@ -1,10 +1,26 @@
 #!/usr/bin/env bash
-# Builds the Image `base` (or the one named) in the development instance, where it is missing.
+# Builds an Image (`base` where none is named) in the development instance, where it is missing. With --boot-files the files
+# that a microVM starts from are laid out in one directory too, for the tests of the engine alone.
 source "$(dirname "$0")/say.sh"
 
+boot_files=
+[ "${1:-}" != --boot-files ] || { boot_files=1; shift; }
 name=${1:-base}
 export PEPO_HOME=$dev_home
 can_root || fail "Pepo needs root to run: neither root nor sudo is here"
 as_root mkdir -p "$dev_home"
-as_root "$stage/pepo" image build "$name"
-as_root "$stage/pepo" down
+
+if [ -z "$boot_files" ]; then
+  trap 'as_root "$stage/pepo" down >/dev/null 2>&1 || true' EXIT
+  as_root "$stage/pepo" image build "$name"
+  exit 0
+fi
+
+# The initramfs joins the Image's modules and this build's agent: it is made by the first boot.
+as_root "$stage/pepo" run --quiet --image "$name" -- true
+as_root "$stage/pepo" down >/dev/null
+digest=$(as_root cat "$dev_home/state/images/names/$name")
+initramfs=$(as_root sh -c "ls -t '$dev_home'/state/initramfs/* | head -n 1")
+as_root mkdir -p "$dev_home/boot"
+for file in vmlinux rootfs.erofs; do as_root ln -f "$dev_home/state/images/$digest/$file" "$dev_home/boot/$file"; done
+as_root ln -f "$initramfs" "$dev_home/boot/initramfs"

@@ -11,19 +11,24 @@ cargo nextest --version >/dev/null 2>&1 || nextest=("$tools/cargo-nextest-$nexte
 
 step "Programs under test"
 "$top/scripts/build.sh"
+# What is put in the VMM's place to try the jail: static, since it must run in any root.
+triple=x86_64-unknown-linux-gnu
+RUSTFLAGS="-C target-feature=+crt-static" cargo build --quiet --locked -p pepo-hostile --bins --target $triple --target-dir "$target/hostile"
 ok
+
+# What the tests need, in place of guesses: a test that misses one of these fails, it does not skip.
+export PEPO_GUEST=$stage/pepo-guest
+export PEPO_PROBE=$target/hostile/$triple/debug/probe
+export PEPO_VSOCK_DEVICE=$stage/vhost-device-vsock
+export PEPO_E2E=$microvm PEPO_E2E_BIN=$stage PEPO_E2E_IMAGES=$dev_home/state/images
+export PEPO_BOOT=$dev_home/boot
 
 if [ -n "$microvm" ]; then
   step "The Image"
   "$top/scripts/image.sh" base
+  "$top/scripts/image.sh" --boot-files base
   ok
 fi
-
-# What the tests need, in place of guesses: a test that misses one of these fails, it does not skip.
-export PEPO_GUEST=$stage/pepo-guest
-export PEPO_E2E_BIN=$stage
-export PEPO_E2E_IMAGES=$dev_home/state/images
-export PEPO_E2E=$microvm
 skip=()
 [ -n "$microvm" ] || skip=(--exclude pepo-e2e --exclude pepo-hostile)
 
