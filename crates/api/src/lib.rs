@@ -36,7 +36,7 @@ pub use session::{
 };
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel
-/// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload, at most 64 KiB in all.
+/// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload; a message is at most 1 MiB.
 ///
 /// The daemon sends `Start` before anything else, then output from `?offset=` on, in order and without a hole that no
 /// `Gap` tells; a caller counts what it got over both outputs and comes back with the sum. `Start` also says which input

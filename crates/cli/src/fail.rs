@@ -77,6 +77,15 @@ impl Failure {
     }
 }
 
+/// Whether notes are wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Notes {
+    /// They are.
+    On,
+    /// Only failures are.
+    Off,
+}
+
 /// A line on standard error that is not a failure.
 pub fn note(text: impl fmt::Display) {
     let _ = writeln!(std::io::stderr(), "pepo: {}", escape::line(&text.to_string()));
@@ -88,7 +97,10 @@ impl From<ClientError> for Failure {
         failure.hints.extend(error.hint());
         if let ClientError::Api(error) = &error {
             if let Some(ended) = &error.ended {
-                failure.message = format!("{} ({})", failure.message, why(ended));
+                // The sentence says why already, unless it is a short one.
+                if !failure.message.contains(&crate::render::word(&ended.reason)) {
+                    failure.message = format!("{} ({})", failure.message, why(ended));
+                }
                 failure.console = ended.last_console_lines.clone();
             }
             failure.code = match error.code {
@@ -170,16 +182,14 @@ mod tests {
     fn what_pepo_answers_becomes_a_sentence_and_a_code() {
         let mut error = pepo_api::Error::new(ErrorCode::SandboxEnded, "the Sandbox ended");
         error.hint = Some("look at the console".into());
-        error.ended = Some(Ended {
-            reason: Reason::GuestPanic,
-            at: jiff::Timestamp::UNIX_EPOCH,
-            last_console_lines: vec!["Kernel panic\x1b[2J".into()],
-        });
+        let ended =
+            r#"{"reason": "guest_panic", "at": "1970-01-01T00:00:00Z", "last_console_lines": ["panic\u001b[2J"]}"#;
+        error.ended = Some(serde_json::from_str(ended).unwrap());
         let failure = Failure::from(ClientError::Api(Box::new(error)));
         assert_eq!(failure.message(), "the Sandbox ended (the guest's kernel panicked, at 00:00:00 UTC)");
         assert_eq!(failure.code, Some(137));
         assert_eq!(failure.hints, ["look at the console"]);
-        assert_eq!(failure.console, ["Kernel panic\x1b[2J"]);
+        assert_eq!(failure.console, ["panic\x1b[2J"]);
         let not_found = pepo_api::Error::new(ErrorCode::CommandNotFound, "x: not found");
         assert_eq!(Failure::from(ClientError::Api(Box::new(not_found))).code, Some(127));
     }

@@ -15,8 +15,8 @@ use std::io::{Read, Write};
 use std::time::Duration;
 
 use bytes::Bytes;
-use pepo_api::client::{AttachEvent, AttachInput, Attachment, ClientError, Input};
-use pepo_api::{Command, CommandEnd, Reason};
+use pepo_api::client::{AttachEvent, AttachInput, Attachment, Client, ClientError, Input};
+use pepo_api::{Command, CommandEnd, CommandId, Reason, SendSignal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 
@@ -84,6 +84,30 @@ impl Write for Patient {
     }
 }
 
+/// The command that is followed, for what goes beside its attachment.
+#[derive(Clone, Debug)]
+pub struct Followed {
+    /// The client.
+    pub client: Client,
+    /// The Session's id or name.
+    pub session: String,
+    /// The command.
+    pub id: CommandId,
+}
+
+impl Followed {
+    /// Passes a signal on: what a terminal sends to all of its foreground, to all that the command started. On a request
+    /// of its own, so that it passes while input and output are stuck, and nothing here waits for it.
+    fn signal(&self, caught: Caught) {
+        let this = self.clone();
+        tokio::spawn(async move {
+            let body = SendSignal { signal: caught.name.into(), tree: caught.is_for_all() };
+            // One that ended meanwhile needs none; whether it is heard shows in what the command does.
+            let _ = this.client.command_signal(&this.session, this.id, &body).await;
+        });
+    }
+}
+
 /// How following ended.
 #[derive(Debug)]
 pub enum Ending {
@@ -101,6 +125,7 @@ pub enum Ending {
 
 /// Follows the command until its end or ours.
 pub async fn follow(
+    followed: &Followed,
     mut attached: Attachment,
     stdin: Stdin,
     detach: Detach,
@@ -134,13 +159,12 @@ pub async fn follow(
                 if caught.ends() && std::mem::replace(&mut asked, true) {
                     break Ending::Impatient(caught);
                 }
-                // Not for ever: while the connection is being made again there is room for a few only.
-                let signal = Input::Signal(caught.name.into());
-                let _ = tokio::time::timeout(Duration::from_millis(200), input.send(signal)).await;
+                followed.signal(caught);
             }
             _ = window.recv(), if raw.is_some() => {
                 let size = terminal::size();
                 let resize = Input::Resize { cols: size.cols, rows: size.rows };
+                // Not for ever: while the connection is being made again there is room for a few only.
                 let _ = tokio::time::timeout(Duration::from_millis(200), input.send(resize)).await;
             }
             _ = continued.recv(), if raw.is_some() => {

@@ -1,6 +1,7 @@
 //! Signals to this program, as events in the order they came.
 
-use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::mpsc;
 
 use crate::fail::{Failure, Outcome};
 
@@ -19,6 +20,11 @@ impl Caught {
         matches!(self.name, "SIGINT" | "SIGTERM" | "SIGHUP" | "SIGQUIT")
     }
 
+    /// Whether a terminal sends it to every process of the foreground at once.
+    pub fn is_for_all(self) -> bool {
+        matches!(self.name, "SIGINT" | "SIGHUP" | "SIGQUIT")
+    }
+
     /// The exit code for having been ended by it.
     pub fn exit_code(self) -> u8 {
         128 + self.number
@@ -27,39 +33,51 @@ impl Caught {
 
 /// The signals that are passed on or end things.
 pub struct Interrupts {
-    int: Signal,
-    term: Signal,
-    hup: Signal,
-    quit: Signal,
-    user1: Signal,
-    user2: Signal,
+    caught: mpsc::Receiver<Caught>,
 }
 
 impl Interrupts {
     /// From here on they are events and no longer end the program.
     pub fn new() -> Outcome<Self> {
         let take = |kind| signal(kind).map_err(|error| Failure::new(format!("cannot take signals: {error}")));
-        Ok(Interrupts {
-            int: take(SignalKind::interrupt())?,
-            term: take(SignalKind::terminate())?,
-            hup: take(SignalKind::hangup())?,
-            quit: take(SignalKind::quit())?,
-            user1: take(SignalKind::user_defined1())?,
-            user2: take(SignalKind::user_defined2())?,
-        })
+        let mut int = take(SignalKind::interrupt())?;
+        let mut term = take(SignalKind::terminate())?;
+        let mut hup = take(SignalKind::hangup())?;
+        let mut quit = take(SignalKind::quit())?;
+        let mut user1 = take(SignalKind::user_defined1())?;
+        let mut user2 = take(SignalKind::user_defined2())?;
+        let (tell, caught) = mpsc::channel(16);
+        tokio::spawn(async move {
+            loop {
+                let (name, number) = tokio::select! {
+                    _ = int.recv() => ("SIGINT", 2),
+                    _ = term.recv() => ("SIGTERM", 15),
+                    _ = hup.recv() => ("SIGHUP", 1),
+                    _ = quit.recv() => ("SIGQUIT", 3),
+                    _ = user1.recv() => ("SIGUSR1", 10),
+                    _ = user2.recv() => ("SIGUSR2", 12),
+                };
+                if tell.send(Caught { name, number }).await.is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Interrupts { caught })
+    }
+
+    /// From a test's hand.
+    #[cfg(test)]
+    pub fn scripted() -> (mpsc::Sender<Caught>, Self) {
+        let (tell, caught) = mpsc::channel(16);
+        (tell, Interrupts { caught })
     }
 
     /// The next one.
     pub async fn next(&mut self) -> Caught {
-        let (name, number) = tokio::select! {
-            _ = self.int.recv() => ("SIGINT", 2),
-            _ = self.term.recv() => ("SIGTERM", 15),
-            _ = self.hup.recv() => ("SIGHUP", 1),
-            _ = self.quit.recv() => ("SIGQUIT", 3),
-            _ = self.user1.recv() => ("SIGUSR1", 10),
-            _ = self.user2.recv() => ("SIGUSR2", 12),
-        };
-        Caught { name, number }
+        match self.caught.recv().await {
+            Some(caught) => caught,
+            None => std::future::pending().await,
+        }
     }
 
     /// The next one that asks for an end.

@@ -16,7 +16,7 @@ use pepo_api::Ready;
 use pepo_api::client::{Client, ClientError};
 use rustix::fs::{FlockOperation, flock};
 
-use crate::fail::{Failure, Outcome, note};
+use crate::fail::{Failure, Notes, Outcome, note};
 use crate::place::{Instance, Place};
 
 /// How long an idle daemon stays that a run started.
@@ -25,7 +25,7 @@ const IDLE_SECONDS: u64 = 300;
 pub const READY: Duration = Duration::from_secs(120);
 
 /// A client of a daemon that answers; on this machine one is started where none runs.
-pub async fn ensure(place: Place, verb: &str) -> Outcome<Client> {
+pub async fn ensure(place: Place, verb: &str, notes: Notes) -> Outcome<Client> {
     let instance = match place {
         Place::Remote(client) => return Ok(client),
         Place::Local(instance) => instance,
@@ -42,7 +42,7 @@ pub async fn ensure(place: Place, verb: &str) -> Outcome<Client> {
             .hint(format!("`sudo {prefix}pepo {verb} …` starts one; or let `sudo {prefix}pepo up` run, and join the group: `sudo usermod -aG pepo $USER`")));
     }
     let starting = instance.clone();
-    tokio::task::spawn_blocking(move || start_under_lock(&starting))
+    tokio::task::spawn_blocking(move || start_under_lock(&starting, notes))
         .await
         .map_err(|error| Failure::new(format!("starting the daemon failed: {error}")))??;
     // The loser of the lock may meet a daemon that is still coming up.
@@ -60,7 +60,7 @@ async fn answers(client: &Client) -> Result<(), ClientError> {
     client.healthz().await.map(drop)
 }
 
-fn start_under_lock(instance: &Instance) -> Outcome<()> {
+fn start_under_lock(instance: &Instance, notes: Notes) -> Outcome<()> {
     let run = make_run_directory(instance)?;
     let path = run.join("start.lock");
     let lock = open_lock(&path)?;
@@ -99,11 +99,13 @@ fn start_under_lock(instance: &Instance) -> Outcome<()> {
     drop(ready_out);
     match wait_ready(ready, child) {
         Ok(_) => {
-            note(format!(
-                "started a daemon in the background (log: {}); it ends by itself {} minutes after the last Session",
-                log_path.display(),
-                IDLE_SECONDS / 60
-            ));
+            if notes == Notes::On {
+                note(format!(
+                    "started a daemon in the background (log: {}); it ends by itself {} minutes after the last Session",
+                    log_path.display(),
+                    IDLE_SECONDS / 60
+                ));
+            }
             Ok(())
         }
         Err(failure) => Err(with_tail(failure, &log_path)),

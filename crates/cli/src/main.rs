@@ -10,6 +10,8 @@
 mod cmd;
 mod escape;
 mod fail;
+#[cfg(test)]
+mod fake;
 mod follow;
 mod interrupt;
 mod launch;

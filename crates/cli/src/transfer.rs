@@ -35,7 +35,8 @@ impl Peer<'_> {
     pub async fn look(&self, path: &str) -> Outcome<Option<FileEntry>> {
         match self.client.file_stat(self.session, &self.at(path)).await {
             Ok(entry) => Ok(Some(entry)),
-            Err(error) if is_missing(&error) => Ok(None),
+            // That the Session itself is not there is said by what follows.
+            Err(error) if error.code() == Some(ErrorCode::NotFound) => Ok(None),
             Err(error) => Err(error.into()),
         }
     }
@@ -88,12 +89,6 @@ impl Peer<'_> {
             None => report,
         }
     }
-}
-
-/// Whether an answer means that there is nothing at that path.
-pub fn is_missing(error: &ClientError) -> bool {
-    // The Session's own absence is a 404 too, and names no parameter.
-    matches!(error, ClientError::Api(e) if e.code == ErrorCode::NotFound && e.param.as_deref() == Some("path"))
 }
 
 struct Pieces {
@@ -176,9 +171,7 @@ pub fn own_name(path: &Path) -> Outcome<OsString> {
 
 /// Copies a Session's path to where one would expect it here, by the same rules.
 pub async fn copy_out(peer: &Peer<'_>, source: &str, destination: &Path) -> Outcome<Report> {
-    let entry = peer.look(source).await?.ok_or_else(|| {
-        Failure::new(format!("{}: there is no such file or directory in the Session", escape::line(source)))
-    })?;
+    let entry = peer.client.file_stat(peer.session, &peer.at(source)).await?;
     let is_directory = destination.is_dir();
     let ends_open = destination.as_os_str().as_encoded_bytes().ends_with(b"/");
     let name = last_name(source);

@@ -5,7 +5,7 @@ use pepo_api::CommandId;
 use pepo_api::query::ShowCommand;
 
 use crate::fail::Outcome;
-use crate::follow::{self, Detach, Outputs, Stdin};
+use crate::follow::{self, Detach, Followed, Outputs, Stdin};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
 use crate::terminal;
@@ -46,7 +46,8 @@ impl Attach {
             attached.input().send(resize).await;
         }
         let detach = if stdin == Stdin::Keys { Detach::ByKeys } else { Detach::Never };
-        let ending = follow::follow(attached, stdin, detach, Outputs::own()?, &mut interrupts).await?;
+        let followed = Followed { client: client.clone(), session: self.session.clone(), id: self.command };
+        let ending = follow::follow(&followed, attached, stdin, detach, Outputs::own()?, &mut interrupts).await?;
         match ending {
             // It is not ours to kill.
             follow::Ending::Impatient(caught) => Ok(caught.exit_code()),

@@ -9,7 +9,7 @@ use pepo_api::{CommandId, CommandState, OnDisconnect};
 
 use super::flags::How;
 use crate::fail::{Failure, Outcome};
-use crate::follow::{self, Detach, Ending, Outputs};
+use crate::follow::{self, Detach, Ending, Followed, Outputs};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
 use crate::render;
@@ -62,7 +62,9 @@ impl Exec {
             return json_result(&client, &self.session, id, &mut interrupts).await;
         }
         let attached = client.command_attach(&self.session, id, 0);
-        let ending = follow::follow(attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+        let followed = Followed { client: client.clone(), session: self.session.clone(), id };
+        let ending =
+            follow::follow(&followed, attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
         finish(&client, &self.session, id, ending).await
     }
 }

@@ -9,7 +9,7 @@ use clap::{Args, Subcommand};
 use pepo_api::client::ClientError;
 use pepo_api::{BuildEvent, BuildImage, Image as Record, RecipeFile, RemovedImages};
 
-use crate::fail::{Failure, Outcome};
+use crate::fail::{Failure, Notes, Outcome};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
 use crate::{escape, launch, render};
@@ -83,13 +83,17 @@ pub struct Gc {
 impl Image {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let mut interrupts = Interrupts::new()?;
+        let notes = match self {
+            Image::Build(Build { quiet: true, .. }) => Notes::Off,
+            _ => Notes::On,
+        };
         // Said before a daemon is started for it.
         let request = match self {
             Image::Build(build) => Some(build.request()?),
             _ => None,
         };
         let working = async {
-            let client = launch::ensure(place, "image …").await?;
+            let client = launch::ensure(place, "image …", notes).await?;
             match self {
                 Image::Build(build) => {
                     let events = client.image_build(&request.unwrap_or_default()).await?;

@@ -11,8 +11,8 @@ use pepo_api::query::ShowSession;
 use pepo_api::{CommandId, OnDisconnect, Session, SessionState, UpdateSession};
 
 use super::flags::{How, Shape};
-use crate::fail::{self, Failure, Outcome, note};
-use crate::follow::{self, Detach, Ending, Outputs};
+use crate::fail::{self, Failure, Notes, Outcome, note};
+use crate::follow::{self, Detach, Ending, Followed, Outputs};
 use crate::interrupt::{Caught, Interrupts};
 use crate::place::Place;
 use crate::transfer::{self, Peer};
@@ -50,9 +50,12 @@ pub struct Run {
     /// Print the outcome and the output as JSON when the command has ended
     #[arg(long, conflicts_with_all = ["interactive", "tty", "detach"])]
     json: bool,
-    /// With -d: print nothing but the id
+    /// Say nothing of Pepo's own but failures
     #[arg(short, long)]
     quiet: bool,
+    /// Where `--out` puts things.
+    #[arg(skip = PathBuf::from("."))]
+    here: PathBuf,
     /// The command and its arguments
     #[arg(required = true, value_name = "CMD", trailing_var_arg = true)]
     pub argv: Vec<OsString>,
@@ -66,6 +69,11 @@ enum Middle {
 
 impl Run {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
+        let (interrupts, outputs) = (Interrupts::new()?, Outputs::own()?);
+        self.run_with(place, interrupts, outputs).await
+    }
+
+    async fn run_with(&self, place: Place, mut interrupts: Interrupts, outputs: Outputs) -> Outcome<u8> {
         // What is wrong with the request is said before anything is started.
         let on_disconnect = if self.detach { OnDisconnect::Keep } else { OnDisconnect::Kill };
         let mut command = self.how.command(&self.argv, on_disconnect)?;
@@ -75,8 +83,7 @@ impl Run {
             std::fs::symlink_metadata(&copy.source)
                 .map_err(|error| Failure::new(format!("--copy {}: {error}", copy.source.display())))?;
         }
-        let mut interrupts = Interrupts::new()?;
-        let client = match interrupts.unless(launch::ensure(place, "run")).await {
+        let client = match interrupts.unless(launch::ensure(place, "run", self.notes())).await {
             Ok(client) => client?,
             Err(caught) => return Ok(caught.exit_code()),
         };
@@ -103,7 +110,8 @@ impl Run {
                 return super::exec::json_result(&client, &name, id, &mut interrupts).await.map(Middle::Code);
             }
             let attached = client.command_attach(&name, id, 0);
-            let ending = follow::follow(attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+            let followed = Followed { client: client.clone(), session: name.clone(), id };
+            let ending = follow::follow(&followed, attached, stdin, Detach::Never, outputs, &mut interrupts).await?;
             let code = match ending {
                 Ending::Exited(command) => follow::exit_code(&command, Some(session.memory_mib)),
                 Ending::Failed(error) => {
@@ -125,16 +133,16 @@ impl Run {
             let update =
                 UpdateSession { keep_alive_seconds: Some(self.keep_alive.unwrap_or(0)), ..UpdateSession::default() };
             client.session_update(&name, &update).await?;
-            if self.quiet {
-                render::say(&name)?;
-            } else {
-                render::out(&format!("{name}\n"))?;
+            render::say(&name)?;
+            if !self.quiet {
                 note(format!("runs as {id}; `pepo logs -f {name}` follows it"));
             }
             return Ok(0);
         }
         if self.keep_alive.is_some_and(|s| s > 0) && matches!(middle, Ok(Middle::Code(_))) {
-            note(format!("Session {name} stays (--keep-alive); `pepo session rm {name}` ends it"));
+            if !self.quiet {
+                note(format!("Session {name} stays (--keep-alive); `pepo session rm {name}` ends it"));
+            }
             return middle.map(|middle| match middle {
                 Middle::Code(code) => code,
                 Middle::Interrupted(caught) => caught.exit_code(),
@@ -154,8 +162,12 @@ impl Run {
         }
     }
 
+    fn notes(&self) -> Notes {
+        if self.quiet { Notes::Off } else { Notes::On }
+    }
+
     async fn prepare(&self, client: &Client, session: &Session) -> Outcome<()> {
-        wait_active(client, session).await?;
+        wait_active(client, session, self.notes()).await?;
         let name = session.id.to_string();
         let peer = Peer { client, session: &name, user: self.how.user.as_deref() };
         let home = self.how.workdir.as_deref().unwrap_or("/home/agent");
@@ -185,7 +197,7 @@ impl Run {
                 Some(workdir) if !path.starts_with('/') => format!("{}/{path}", workdir.trim_end_matches('/')),
                 _ => path.clone(),
             };
-            match transfer::copy_out(&peer, &full, Path::new(".")).await {
+            match transfer::copy_out(&peer, &full, &self.here).await {
                 Ok(report) => transfer::tell(&report),
                 Err(failure) => {
                     failure.doing(format!("--out {}", escape::line(path))).show();
@@ -206,7 +218,7 @@ fn is_link(path: &Path) -> bool {
 }
 
 /// Waits until the Session takes commands.
-pub async fn wait_active(client: &Client, session: &Session) -> Outcome<()> {
+pub async fn wait_active(client: &Client, session: &Session, notes: Notes) -> Outcome<()> {
     let name = session.id.to_string();
     let mut now = session.clone();
     let begun = tokio::time::Instant::now();
@@ -217,7 +229,7 @@ pub async fn wait_active(client: &Client, session: &Session) -> Outcome<()> {
             SessionState::Terminating | SessionState::Terminated => return Err(not_started(&now)),
             _ => {}
         }
-        if !told && begun.elapsed() >= PATIENT {
+        if !told && begun.elapsed() >= PATIENT && notes == Notes::On {
             told = true;
             note(format!("still waiting: Session {name} is {}", render::word(&now.state)));
         }
@@ -250,5 +262,243 @@ pub async fn end(client: &Client, session: &str, interrupts: &mut Interrupts) ->
         Ok(Ok(ended)) => ended,
         Ok(Err(_)) => Err(Failure::new(format!("it takes longer than {} s; the daemon goes on", GRACE.as_secs()))),
         Err(_) => Err(Failure::new("not waited for; the daemon goes on")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::sync::{Arc, Mutex};
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::fake::{Fake, Script, Step};
+    use pepo_api::Reason;
+
+    #[derive(Parser)]
+    struct Alone {
+        #[command(flatten)]
+        run: Run,
+    }
+
+    /// What was written, and where to write it.
+    #[derive(Clone, Default)]
+    struct Written(Arc<Mutex<Vec<u8>>>);
+
+    impl Write for Written {
+        fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+            self.0.lock().unwrap().extend_from_slice(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    struct Closed;
+
+    impl Write for Closed {
+        fn write(&mut self, _: &[u8]) -> std::io::Result<usize> {
+            Err(std::io::ErrorKind::BrokenPipe.into())
+        }
+
+        fn flush(&mut self) -> std::io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn run(fake: &Fake, line: &[&str]) -> Run {
+        let mut run = Alone::try_parse_from([&["run"], line].concat()).unwrap().run;
+        run.here = fake.directory();
+        run
+    }
+
+    /// Runs it; gives exit code or failure, and both outputs.
+    async fn ran(fake: &Fake, line: &[&str]) -> (Outcome<u8>, Vec<u8>, Vec<u8>) {
+        let (out, err) = (Written::default(), Written::default());
+        let outputs = Outputs { stdout: Box::new(out.clone()), stderr: Box::new(err.clone()) };
+        let (_hand, interrupts) = Interrupts::scripted();
+        let code = run(fake, line).run_with(fake.place(), interrupts, outputs).await;
+        (code, out.0.lock().unwrap().clone(), err.0.lock().unwrap().clone())
+    }
+
+    fn steps(steps: &[Step]) -> Script {
+        Script { steps: steps.to_vec(), ..Script::default() }
+    }
+
+    const WHOLE: [&str; 4] = ["session_create", "command_create", "command_attach", "session_terminate"];
+
+    #[tokio::test]
+    async fn outputs_stay_apart_and_the_session_is_ended() {
+        let bytes = b"\0\xff\x1b[31m";
+        let fake =
+            Fake::new(steps(&[Step::Out(bytes), Step::Err(b"oops\n"), Step::Out(b"x"), Step::Exit(Reason::Exit, 3)]));
+        let (code, out, err) = ran(&fake, &["--", "x"]).await;
+        assert_eq!(code.unwrap(), 3);
+        assert_eq!((&out[..], &err[..]), (&[&bytes[..], b"x"].concat()[..], &b"oops\n"[..]));
+        assert_eq!(fake.asked(), WHOLE);
+    }
+
+    #[tokio::test]
+    async fn a_restart_of_the_daemon_is_not_noticed() {
+        let script = [
+            Step::Out(b"one "),
+            Step::Break,
+            Step::Out(b"two "),
+            Step::Break,
+            Step::Out(b"three"),
+            Step::Exit(Reason::Exit, 0),
+        ];
+        let fake = Fake::new(steps(&script));
+        let (code, out, _) = ran(&fake, &["--", "x"]).await;
+        assert_eq!((code.unwrap(), &out[..]), (0, &b"one two three"[..]));
+    }
+
+    #[tokio::test]
+    async fn files_go_in_before_and_come_out_after_even_a_failure() {
+        let mut archive = tar::Builder::new(Vec::new());
+        let mut header = tar::Header::new_gnu();
+        header.set_size(4);
+        header.set_mode(0o644);
+        archive.append_data(&mut header, "a/b", &b"done"[..]).unwrap();
+        let fake = Fake::new(Script {
+            files: Some((archive.into_inner().unwrap(), "directory")),
+            ..steps(&[Step::Exit(Reason::Exit, 9)])
+        });
+        let from = fake.directory();
+        std::fs::create_dir(from.join("src")).unwrap();
+        std::fs::write(from.join("src/x.py"), "").unwrap();
+        std::fs::write(from.join("one file"), "").unwrap();
+        let (src, one) = (from.join("src"), format!("{}:/srv/", from.join("one file").display()));
+        let line = ["--copy", src.to_str().unwrap(), "--copy", &one, "--out", "results", "-w", "/work", "--", "x"];
+        let (code, _, _) = ran(&fake, &line).await;
+        assert_eq!(code.unwrap(), 9);
+        assert_eq!(std::fs::read(from.join("results/a/b")).unwrap(), b"done");
+        assert_eq!((fake.upload(0), fake.upload(1)), (vec!["x.py".to_owned()], vec!["one file".to_owned()]));
+        let asked = [
+            "session_create",
+            "tar_write path=%2Fwork",
+            "file_stat path=%2Fsrv%2F",
+            "tar_write path=%2Fsrv%2F",
+            "command_create",
+            "command_attach",
+            "file_stat path=%2Fwork%2Fresults",
+            "tar_read path=%2Fwork%2Fresults",
+            "session_terminate",
+        ];
+        assert_eq!(fake.asked(), asked);
+    }
+
+    #[tokio::test]
+    async fn what_cannot_be_copied_back_fails_a_run_that_went_well_and_no_other() {
+        for (own, code) in [(0, 125), (4, 4)] {
+            let fake = Fake::new(steps(&[Step::Exit(Reason::Exit, own)]));
+            let (ended, _, _) = ran(&fake, &["--out", "missing", "--", "x"]).await;
+            assert_eq!(ended.unwrap(), code);
+            assert_eq!(fake.asked().last().unwrap(), "session_terminate");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_command_that_cannot_start_is_told_by_its_code() {
+        for (refusal, code) in [("command_not_found", 127), ("command_not_started", 126)] {
+            let fake = Fake::new(Script { refuses: Some(refusal), ..Script::default() });
+            let (ended, _, _) = ran(&fake, &["--", "x"]).await;
+            assert_eq!(ended.unwrap_err().code, Some(code));
+            assert_eq!(fake.asked().last().unwrap(), "session_terminate");
+        }
+    }
+
+    #[tokio::test]
+    async fn a_missing_source_is_said_before_anything_is_started() {
+        let fake = Fake::new(Script::default());
+        let (ended, _, _) = ran(&fake, &["--copy", "/nonexistent/x", "--", "x"]).await;
+        assert!(ended.unwrap_err().message().starts_with("--copy /nonexistent/x: "));
+        assert!(fake.asked().is_empty());
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_closes_ends_it_quietly() {
+        let fake = Fake::new(steps(&[Step::Out(b"x"), Step::Signals(99)]));
+        let outputs = Outputs { stdout: Box::new(Closed), stderr: Box::new(Closed) };
+        let (_hand, interrupts) = Interrupts::scripted();
+        let code = run(&fake, &["--", "x"]).run_with(fake.place(), interrupts, outputs).await.unwrap();
+        assert_eq!(code, 141);
+        assert_eq!(fake.asked(), WHOLE);
+    }
+
+    const INT: Caught = Caught { name: "SIGINT", number: 2 };
+
+    /// Runs it and interrupts so often, each time once that request was made.
+    async fn interrupted(script: Script, line: &[&str], at: &[&str]) -> (Outcome<u8>, Fake) {
+        let fake = Fake::new(script);
+        let (hand, interrupts) = Interrupts::scripted();
+        let sink = || Box::new(Written::default());
+        let run = run(&fake, line);
+        let running = run.run_with(fake.place(), interrupts, Outputs { stdout: sink(), stderr: sink() });
+        let interrupting = async {
+            for name in at {
+                fake.until_asked(name).await;
+                hand.send(INT).await.unwrap();
+            }
+            std::future::pending::<()>().await;
+        };
+        let code = tokio::select! {
+            code = running => code,
+            () = interrupting => unreachable!(),
+        };
+        (code, fake)
+    }
+
+    #[tokio::test]
+    async fn an_interrupt_before_the_command_cancels_the_start() {
+        let never = Script { never_active: true, ..Script::default() };
+        let (code, fake) = interrupted(never, &["--", "x"], &["session_create"]).await;
+        assert_eq!((code.unwrap(), fake.asked()), (130, vec!["session_create".to_owned(), "session_terminate".into()]));
+
+        let dir = tempfile::tempdir().unwrap();
+        let hangs = Script { hangs: Some("tar_write"), ..Script::default() };
+        let line = ["--copy", dir.path().to_str().unwrap(), "--", "x"];
+        let (code, fake) = interrupted(hangs, &line, &["tar_write"]).await;
+        assert_eq!((code.unwrap(), fake.asked().last().unwrap().as_str()), (130, "session_terminate"));
+
+        let hangs = Script { hangs: Some("command_create"), ..Script::default() };
+        let (code, fake) = interrupted(hangs, &["--", "x"], &["command_create"]).await;
+        assert_eq!((code.unwrap(), fake.asked().last().unwrap().as_str()), (130, "session_terminate"));
+    }
+
+    #[tokio::test]
+    async fn a_first_interrupt_is_the_commands_to_handle() {
+        let script = steps(&[Step::Signals(1), Step::Exit(Reason::Exit, 7)]);
+        let (code, fake) = interrupted(script, &["--", "x"], &["command_attach"]).await;
+        assert_eq!((code.unwrap(), fake.signals()), (7, vec!["SIGINT tree".to_owned()]));
+        assert_eq!(fake.asked().last().unwrap(), "session_terminate");
+    }
+
+    #[tokio::test]
+    async fn a_second_interrupt_ends_the_session() {
+        let script = steps(&[Step::Signals(99)]);
+        let (code, fake) = interrupted(script, &["--", "x"], &["command_attach", "command_signal"]).await;
+        assert_eq!((code.unwrap(), fake.asked().last().unwrap().as_str()), (130, "session_terminate"));
+    }
+
+    #[tokio::test]
+    async fn an_interrupt_while_copying_back_still_ends_the_session() {
+        let script = Script {
+            hangs: Some("tar_read"),
+            files: Some((Vec::new(), "directory")),
+            ..steps(&[Step::Exit(Reason::Exit, 0)])
+        };
+        let (code, fake) = interrupted(script, &["--out", "x", "--", "x"], &["tar_read"]).await;
+        assert_eq!((code.unwrap(), fake.asked().last().unwrap().as_str()), (130, "session_terminate"));
+    }
+
+    #[tokio::test]
+    async fn an_end_that_hangs_is_not_waited_for_twice() {
+        let script = Script { hangs: Some("session_terminate"), ..steps(&[Step::Exit(Reason::Exit, 0)]) };
+        let (code, _) = interrupted(script, &["--", "x"], &["session_terminate"]).await;
+        assert_eq!(code.unwrap(), 125, "it is not known to be gone");
     }
 }

@@ -7,7 +7,7 @@ use pepo_api::{Session as Record, SessionState, UpdateSession};
 
 use super::flags::{Environment, Shape};
 use super::run::{end, wait_active};
-use crate::fail::{self, Failure, Outcome};
+use crate::fail::{self, Failure, Notes, Outcome};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
 use crate::{launch, render, value};
@@ -45,6 +45,9 @@ pub struct Create {
     /// Do not wait until it takes commands
     #[arg(short, long)]
     detach: bool,
+    /// Say nothing of Pepo's own but failures
+    #[arg(short, long)]
+    quiet: bool,
     /// Print it as JSON
     #[arg(long)]
     json: bool,
@@ -202,14 +205,15 @@ impl Create {
         request.env = self.environment.variables()?;
         request.keep_alive_seconds = self.keep_alive;
         request.expires_seconds = self.expires;
+        let notes = if self.quiet { Notes::Off } else { Notes::On };
         let mut interrupts = Interrupts::new()?;
-        let client = match interrupts.unless(launch::ensure(place, "session create")).await {
+        let client = match interrupts.unless(launch::ensure(place, "session create", notes)).await {
             Ok(client) => client?,
             Err(caught) => return Ok(caught.exit_code()),
         };
         let mut session = client.session_create(&request).await?;
         if !self.detach {
-            match interrupts.unless(wait_active(&client, &session)).await {
+            match interrupts.unless(wait_active(&client, &session, notes)).await {
                 Ok(ready) => ready?,
                 Err(caught) => {
                     end(&client, &session.id.to_string(), &mut interrupts).await?;

@@ -5,7 +5,7 @@ use pepo_api::{CommandId, CreateCommand, OnDisconnect};
 
 use super::flags::Environment;
 use crate::fail::{Failure, Outcome};
-use crate::follow::{self, Detach, Outputs, Stdin};
+use crate::follow::{self, Detach, Followed, Outputs, Stdin};
 use crate::interrupt::Interrupts;
 use crate::place::{Place, variable};
 use crate::terminal;
@@ -54,7 +54,9 @@ impl Shell {
             Err(caught) => return Ok(caught.exit_code()),
         }
         let attached = client.command_attach(&self.session, id, 0);
-        let ending = follow::follow(attached, Stdin::Keys, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+        let followed = Followed { client: client.clone(), session: self.session.clone(), id };
+        let ending =
+            follow::follow(&followed, attached, Stdin::Keys, Detach::Never, Outputs::own()?, &mut interrupts).await?;
         super::exec::finish(&client, &self.session, id, ending).await
     }
 }
