@@ -358,6 +358,7 @@ impl Agent {
             Operation::Attach(wanted) => match self.op(wanted.target) {
                 Ok(target) => {
                     let wants = Wants {
+                        stream: op,
                         from: wanted.from,
                         input: wanted.input,
                         keep_input: wanted.keep_input,
@@ -430,7 +431,8 @@ impl Agent {
 
     async fn exec(self: Rc<Self>, mut stream: Stream, id: OpId, exec: Exec) {
         let known = self.ops.borrow().get(&id).cloned();
-        let wants = Wants { from: Some(0), input: exec.stdin || exec.pty.is_some(), keep_input: false, sole: false };
+        let input = exec.stdin || exec.pty.is_some();
+        let wants = Wants { stream: id, from: Some(0), input, keep_input: false, sole: false };
         if let Some(op) = known {
             return attach::serve(stream, op, wants).await;
         }
@@ -476,6 +478,10 @@ impl Agent {
             },
             Operation::Resize(resize) => self.op(resize.target).and_then(|op| op.resize(resize.size)),
             Operation::Cancel(cancel) => self.cancel(cancel.target).await,
+            Operation::Leave(leave) => {
+                self.ops.borrow().values().for_each(|op| op.leave(leave.stream));
+                Ok(())
+            }
             Operation::Ops => {
                 let summaries: Vec<OpSummary> = self.ops.borrow().values().map(|op| op.summary()).collect();
                 // An outcome may have a sentence of 1 KiB: so few are sure to fit a frame.

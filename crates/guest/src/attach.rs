@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, Outcome};
+use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, OpId, Outcome};
 use tokio::time::sleep;
 use tokio_util::codec::Encoder;
 
@@ -25,6 +25,8 @@ const TOGETHER: Duration = Duration::from_millis(20);
 /// What a stream wants of a command.
 #[derive(Clone, Copy, Debug)]
 pub struct Wants {
+    /// The name of its Request.
+    pub stream: OpId,
     /// Output from here on.
     pub from: Option<u64>,
     /// Whether it sends input.
@@ -52,7 +54,7 @@ enum Wrote {
 
 /// Serves a stream until the command's end or the stream's.
 pub async fn serve(mut stream: Stream, op: Rc<Op>, wants: Wants) {
-    let place = Place::take(&op, wants.from, wants.sole);
+    let place = Place::take(&op, wants.stream, wants.from, wants.sole);
     let result = pump(&mut stream, &op, &place, wants).await;
     drop(place);
     match result {
@@ -87,16 +89,21 @@ async fn pump(stream: &mut Stream, op: &Rc<Op>, place: &Place, wants: Wants) -> 
         if place.is_closed() {
             return Err(Error::Truncated);
         }
-        if !told_start && let Some((pid, _)) = op.running() {
-            told_start = true;
-            sender.queue(Frame::Event(Event::Started { pid: pid as u32 }))?;
-        }
         if !told_input && !op.is_starting() {
             told_input = true;
             let (next, open) = op.input.position();
             sender.queue(Frame::Event(Event::Input { next, open }))?;
         }
+        if !told_start && let Some((pid, _)) = op.running() {
+            told_start = true;
+            sender.queue(Frame::Event(Event::Started { pid: pid as u32 }))?;
+        }
         let ended = op.outcome();
+        let next = op.ring.borrow().next();
+        if ended.is_some() && output.as_ref().is_some_and(|output| output.cursor > next) {
+            // It waited for what will never come.
+            return Ok(Some(failed(FailureCode::Invalid, format!("the output ended at offset {next}"))));
+        }
         let wrote = match &mut output {
             Some(output) => output.write(&mut sender, op, place, ended.as_ref())?,
             None => match (sender.try_flush()?, &ended) {
@@ -163,10 +170,6 @@ impl Output {
             return Ok(if sender.try_flush()? { Wrote::End } else { Wrote::Blocked });
         }
         let ring = op.ring.borrow();
-        if self.cursor > ring.next() && ended.is_some() {
-            // It waited for what will never come.
-            self.cursor = ring.next();
-        }
         loop {
             if self.partial.is_none() && self.cursor < ring.kept_from() {
                 sender.queue(Frame::Gap { from: self.cursor, to: ring.kept_from() })?;

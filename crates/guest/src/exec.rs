@@ -104,6 +104,8 @@ pub struct Op {
     streams: Cell<usize>,
     made: Cell<u64>,
     sole_from: Cell<u64>,
+    /// The streams there are, by the name of their Request.
+    names: RefCell<Vec<(u64, OpId)>>,
     unattended_since: Cell<Option<Instant>>,
     kill: Cell<Option<Cause>>,
     master: RefCell<Option<Rc<OwnedFd>>>,
@@ -128,6 +130,7 @@ impl Op {
             streams: Cell::new(0),
             made: Cell::new(0),
             sole_from: Cell::new(0),
+            names: RefCell::default(),
             unattended_since: Cell::new(None),
             kill: Cell::new(None),
             master: RefCell::default(),
@@ -282,6 +285,19 @@ impl Op {
         }
     }
 
+    /// Closes the streams of this name: the host has said that it does not read them any more.
+    pub fn leave(&self, stream: OpId) {
+        let mut names = self.names.borrow_mut();
+        let before = names.len();
+        names.retain(|(_, name)| *name != stream);
+        if names.len() < before {
+            self.readers.borrow_mut().retain(|reader| names.iter().any(|(id, _)| *id == reader.id));
+            drop(names);
+            self.changed.notify_waiters();
+            self.room.notify_one();
+        }
+    }
+
     pub(crate) fn run(&self, pid: i32, pidfd: Rc<OwnedFd>, tree: Rc<Tree>) {
         *self.tree.borrow_mut() = Some(tree);
         *self.stage.borrow_mut() = Stage::Running { pid, pidfd };
@@ -331,8 +347,8 @@ pub struct Place {
 }
 
 impl Place {
-    /// Takes a place; with `from`, one that reads from there on. `sole` closes all others.
-    pub fn take(op: &Rc<Op>, from: Option<u64>, sole: bool) -> Self {
+    /// Takes a place for the stream of this name; with `from`, one that reads from there on. `sole` closes all others.
+    pub fn take(op: &Rc<Op>, stream: OpId, from: Option<u64>, sole: bool) -> Self {
         let id = op.made.get();
         op.made.set(id + 1);
         if sole {
@@ -344,6 +360,7 @@ impl Place {
         if let Some(cursor) = from {
             op.readers.borrow_mut().push(Reader { id, cursor, mid_frame: false, moved: Instant::now() });
         }
+        op.names.borrow_mut().push((id, stream));
         op.streams.set(op.streams.get() + 1);
         op.unattended_since.set(None);
         op.wake.notify_one();
@@ -363,6 +380,7 @@ impl Place {
     /// Whether it has been closed from the other side of the command.
     pub fn is_closed(&self) -> bool {
         self.id < self.op.sole_from.get()
+            || !self.op.names.borrow().iter().any(|(id, _)| *id == self.id)
             || (self.reads && !self.op.readers.borrow().iter().any(|reader| reader.id == self.id))
     }
 }
@@ -370,6 +388,7 @@ impl Place {
 impl Drop for Place {
     fn drop(&mut self) {
         self.op.readers.borrow_mut().retain(|reader| reader.id != self.id);
+        self.op.names.borrow_mut().retain(|(id, _)| *id != self.id);
         self.op.streams.set(self.op.streams.get() - 1);
         if self.op.streams.get() == 0 {
             self.op.unattended_since.set(Some(Instant::now()));

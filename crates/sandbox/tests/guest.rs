@@ -11,6 +11,7 @@ use agent::{AT_MOST, Agent, Run, argv, memory, noise, op, processes, sh, until};
 use bytes::Bytes;
 use pepo_sandbox::guest::{Error, InputEnd, Output};
 use pepo_sandbox::proto::*;
+use tokio_util::codec::{Decoder, Encoder};
 
 fn failure<T: std::fmt::Debug>(result: Result<T, Error>) -> FailureCode {
     match result {
@@ -161,7 +162,8 @@ async fn output_is_replayed_from_any_offset() {
         assert!([part.out, part.err].concat() == all[from as usize..], "from {from}");
         assert_eq!(part.end, run.end);
     }
-    assert_eq!(failure(agent.guest.attach(attach(name, all.len() as u64 + 1)).await), FailureCode::Invalid);
+    let beyond = agent.guest.attach(attach(name, all.len() as u64 + 1)).await.unwrap();
+    assert_eq!(failure(Run::of(beyond).await), FailureCode::Invalid);
 }
 
 #[tokio::test]
@@ -242,6 +244,37 @@ async fn a_dropped_handle_with_stuck_data_lets_the_program_go_on() {
     until("the program ends by itself", async || summary().await.state == OpState::Ended).await;
     let run = Run::of(agent.guest.attach(attach(name, BYTES - 10)).await.unwrap()).await.unwrap();
     assert_eq!((run.out.len(), run.end.stdout_bytes, run.code()), (10, BYTES, Some(0)));
+}
+
+/// What a vsock stream looks like to the guest when its host has closed it with data stuck: still open, never read.
+#[tokio::test]
+async fn a_stream_that_was_left_holds_nobody_back() {
+    const BYTES: u64 = 64 << 20;
+    let agent = Agent::start().await;
+    let name = op();
+    let say = |operation: Operation, op: OpId| {
+        let mut bytes = bytes::BytesMut::new();
+        Encoder::encode(&mut Frames::new(), Frame::Request(Request { op, operation }), &mut bytes).unwrap();
+        let mut stream = std::os::unix::net::UnixStream::connect(&agent.socket).unwrap();
+        stream.write_all(&bytes).unwrap();
+        stream
+    };
+    let mut exec = sh(&format!("head -c {BYTES} /dev/zero"));
+    exec.detached = true;
+    let unread = say(Operation::Exec(exec), name);
+    let summary = async || agent.guest.ops().await.unwrap().into_iter().find(|summary| summary.op == name);
+    until("the stream is full", async || {
+        let before = summary().await.map_or(0, |summary| summary.next);
+        tokio::time::sleep(Duration::from_millis(200)).await;
+        before > 0 && summary().await.is_some_and(|summary| summary.next == before)
+    })
+    .await;
+    assert_eq!(summary().await.unwrap().state, OpState::Attached);
+    drop(say(Operation::Leave(Leave { stream: op() }), op()));
+    assert_eq!(summary().await.unwrap().state, OpState::Attached, "another stream was left");
+    let leaving = say(Operation::Leave(Leave { stream: name }), op());
+    until("the program ends by itself", async || summary().await.unwrap().state == OpState::Ended).await;
+    drop((unread, leaving));
 }
 
 #[tokio::test]
@@ -362,26 +395,6 @@ async fn a_terminal_is_one_and_has_a_size() {
     assert!(run.err.is_empty());
 }
 
-#[tokio::test]
-async fn a_shell_keeps_its_state_between_commands() {
-    let agent = Agent::start().await;
-    let line = async |line: &str| {
-        let mut exec = argv([line]);
-        exec.shell = Some("main".into());
-        Run::of(agent.exec(op(), exec).await).await.unwrap()
-    };
-    let first = line("cd /usr; export A=5; b() { echo \"b $1\"; }; echo hi; false").await;
-    assert_eq!((first.text(), first.code(), first.end.cwd.as_deref()), ("hi\n", Some(1), Some("/usr")));
-    let second = line("echo $A $PWD; b x; echo oops >&2").await;
-    assert_eq!((second.text(), &second.err[..], second.code()), ("5 /usr\nb x\n", &b"oops\n"[..], Some(0)));
-    let mut slow = argv(["sleep 7121.1"]);
-    slow.shell = Some("main".into());
-    slow.timeout_ms = 300;
-    let run = Run::of(agent.exec(op(), slow).await).await.unwrap();
-    assert_eq!(run.end.cause, Cause::Timeout);
-    assert_eq!(line("echo still $A").await.text(), "still 5\n");
-}
-
 /// The agent against a host that lies: it says so, stays, and takes no memory.
 #[tokio::test]
 async fn hostile_frames_do_not_harm_the_agent() {
@@ -421,7 +434,6 @@ async fn hostile_frames_do_not_harm_the_agent() {
 
 #[tokio::test]
 async fn input_that_skips_bytes_is_refused() {
-    use tokio_util::codec::Encoder;
     let agent = Agent::start().await;
     let mut exec = argv(["cat"]);
     exec.stdin = true;
@@ -435,7 +447,7 @@ async fn input_that_skips_bytes_is_refused() {
     stream.write_all(&bytes).unwrap();
     let (mut seen, mut chunk) = (bytes::BytesMut::new(), [0; 4096]);
     let end = loop {
-        match tokio_util::codec::Decoder::decode(&mut Frames::new(), &mut seen).unwrap() {
+        match Decoder::decode(&mut Frames::new(), &mut seen).unwrap() {
             Some(Frame::End(outcome)) => break outcome,
             Some(_) => {}
             None => {

@@ -76,7 +76,7 @@ impl Guest {
     /// Runs a program named `op`. The same name again joins the run there is, from the first byte kept, and starts
     /// nothing.
     pub async fn exec(&self, op: OpId, exec: pepo_proto::Exec) -> Result<Exec, Error> {
-        let stdin = exec.stdin;
+        let stdin = exec.stdin || exec.pty.is_some();
         let mut talk = self.open(op, Operation::Exec(exec)).await?;
         let input = stdin.then(|| Input::of(&mut talk, 0));
         Ok(Exec { target: op, talk, input, first: None, over: false })

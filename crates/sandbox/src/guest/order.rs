@@ -32,8 +32,8 @@ enum Class {
     Many(Report),
     /// Bytes on `Out` up to its Eof, then Done; with `stat`, one Stat event before them.
     Bytes { stat: bool },
-    /// A program. Its output may have gaps; a terminal has no standard error.
-    Program { stdin: bool, terminal: bool },
+    /// A program. Its output may have gaps; a terminal always takes input and has no standard error.
+    Program { input: bool, terminal: bool },
     /// A program that somebody joined.
     Joined { output: bool, input: bool },
 }
@@ -74,7 +74,10 @@ fn class(operation: &Operation) -> Class {
         Operation::Watch(_) => Class::Many(Report::Change),
         Operation::Read(_) => Class::Bytes { stat: true },
         Operation::TarOut(_) | Operation::Dial(_) => Class::Bytes { stat: false },
-        Operation::Exec(exec) => Class::Program { stdin: exec.stdin, terminal: exec.pty.is_some() },
+        Operation::Exec(exec) => {
+            let terminal = exec.pty.is_some();
+            Class::Program { input: exec.stdin || terminal, terminal }
+        }
         Operation::Attach(attach) => Class::Joined { output: attach.from.is_some(), input: attach.input },
         Operation::Activate(_)
         | Operation::Signal(_)
@@ -214,7 +217,7 @@ impl Order {
                 self.input_first()?;
                 self.once()
             }
-            (Class::Program { stdin: true, .. } | Class::Joined { input: true, .. }, Report::Input) => {
+            (Class::Program { input: true, .. } | Class::Joined { input: true, .. }, Report::Input) => {
                 let Event::Input { next, .. } = event else {
                     return Err(Error::Order("an event of another operation"));
                 };
