@@ -22,6 +22,9 @@ const ACTIVATE_WITHIN: Duration = Duration::from_secs(30);
 /// How long a VMM may take to end after its guest said it is shutting down.
 const POWER_OFF_WITHIN: Duration = Duration::from_secs(5);
 
+/// How the guest's first process begins its last line when its agent has died, and when there can be no agent.
+const LAST_WORDS: [&str; 2] = ["pepo-guest: the agent died:", "pepo-guest: the guest cannot start:"];
+
 /// Console lines kept in an [`Exit`].
 const CONSOLE_LINES: usize = 20;
 
@@ -253,6 +256,9 @@ fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
         (None, None) => format!("{who} gave up"),
     };
     match record.shutdown {
+        Some(Shutdown::GuestShutdown | Shutdown::GuestReset) if said_by_init(console) => {
+            (Cause::GuestInitDied, "the guest's agent died, and its first process ended the guest".to_owned())
+        }
         Some(Shutdown::GuestShutdown) => (Cause::GuestOff, "the guest switched itself off".to_owned()),
         Some(off @ (Shutdown::GuestReset | Shutdown::GuestPanic)) => match panic(console) {
             Some(Cause::GuestInitDied) => (Cause::GuestInitDied, "the guest's first process died".to_owned()),
@@ -266,6 +272,12 @@ fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
             (Cause::VmmExit, detail)
         }
     }
+}
+
+/// Whether the guest's first process said, among the last lines, that it cannot go on.
+fn said_by_init(console: &[u8]) -> bool {
+    let text = String::from_utf8_lossy(console);
+    text.lines().rev().take(CONSOLE_LINES).any(|line| LAST_WORDS.iter().any(|words| line.starts_with(words)))
 }
 
 /// The kernel's last words, if they are there.
@@ -309,7 +321,9 @@ mod tests {
         assert_eq!(cause(reset(), panicked, Asked::No).cause, Cause::GuestPanic);
         assert_eq!(cause(reset(), "all is well", Asked::No).cause, Cause::GuestOff);
         let off = ExitRecord { shutdown: Some(Shutdown::GuestShutdown), ..record() };
-        assert_eq!(cause(Some(off), panicked, Asked::No).cause, Cause::GuestOff);
+        assert_eq!(cause(Some(off.clone()), panicked, Asked::No).cause, Cause::GuestOff);
+        let died = "booting\r\npepo-guest: the agent died: signal 9\r\n";
+        assert_eq!(cause(Some(off), died, Asked::No).cause, Cause::GuestInitDied);
         let killed = ExitRecord { code: None, signal: Some(9), ..record() };
         assert_eq!(cause(Some(killed.clone()), "", Asked::No).cause, Cause::VmmExit);
         assert_eq!(cause(Some(ExitRecord { oom_kills: 1, ..killed }), "", Asked::No).cause, Cause::OutOfMemory);

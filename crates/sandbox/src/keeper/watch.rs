@@ -30,6 +30,9 @@ const GREET_WITHIN: Duration = Duration::from_secs(20);
 /// How long the console and the control connection are still read after the VMM's end. Both are local and closed by then.
 const LAST_WORDS: Duration = Duration::from_millis(500);
 
+/// How much later than the device the VMM may end for its end to be the one that is told.
+const BESIDE: Duration = Duration::from_millis(100);
+
 /// How long the VMM may go on after it said that it shuts down.
 const SHUT_DOWN_WITHIN: Duration = Duration::from_secs(10);
 
@@ -152,10 +155,12 @@ impl Kept {
             }
             if let Some(status) = self.device.status() {
                 // Without it no one reaches the guest again. If the VMM ends at the same time, its end says more.
-                proc::wait(self.vmm.pidfd.as_fd(), LAST_WORDS);
-                self.last_words(qmp);
+                proc::wait(self.vmm.pidfd.as_fd(), BESIDE);
                 return match self.vmm.status() {
-                    Some(vmm) => self.record(Left::Vmm, Some(vmm)),
+                    Some(vmm) => {
+                        self.last_words(qmp);
+                        self.record(Left::Vmm, Some(vmm))
+                    }
                     None => self.record(Left::Device, Some(status)),
                 };
             }

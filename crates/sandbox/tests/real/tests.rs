@@ -16,7 +16,7 @@ use crate::lives::state_directory;
 pub const ALL: &[(&str, fn())] = &[
     ("a_sandbox_boots_serves_and_is_gone", serves),
     ("a_panic_is_told", || endings("panic", "guest_panic")),
-    ("the_death_of_the_first_process_is_told", || endings("init", "guest_init_died")),
+    ("the_death_of_the_agent_is_told", || endings("init", "guest_init_died")),
     ("a_guest_that_switches_itself_off_is_told", || endings("poweroff", "guest_off")),
     ("a_killed_vmm_is_told", || endings("vmm", "vmm_exit")),
     ("a_killed_vsock_device_is_told", || endings("device", "vmm_exit")),
