@@ -10,6 +10,7 @@
 //! ```
 
 mod console;
+mod filter;
 mod record;
 mod start;
 mod watch;

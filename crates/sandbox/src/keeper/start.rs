@@ -79,8 +79,10 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     let vmm = Program::new(vmm, vmm_log).map_err(tried("watch the VMM"))?;
     leave_root(&order.directory)?;
     rights::become_user(order.uids.keeper, order.uids.keeper).map_err(tried("give up all rights"))?;
+    let kept = Kept::new(vmm, device, console.into(), UnixStream::from(control), console_ring, keep, oom.into())?;
+    super::filter::enter().map_err(tried("forbid all other system calls"))?;
     // From here on, and not before, what a guest chose may be looked at.
-    Kept::new(vmm, device, console.into(), UnixStream::from(control), console_ring, keep, oom.into())
+    Ok(kept)
 }
 
 /// Writes itself into every hierarchy and looks that it is there: before anything of the Sandbox is allocated.

@@ -103,9 +103,28 @@ impl State {
     }
 }
 
+impl Drop for State {
+    /// A test that failed in the middle leaves nothing either.
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let _ = pepo_sandbox::sweep::sweep_stale();
+        }
+    }
+}
+
 struct Life {
     child: Child,
     out: BufReader<ChildStdout>,
+}
+
+impl Drop for Life {
+    /// One that a failed test left alive ends; both its sides do.
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let mut rest = String::new();
+        while self.out.read_line(&mut rest).is_ok_and(|read| read > 0) {}
+    }
 }
 
 impl Life {
