@@ -25,6 +25,7 @@ mod transfer;
 mod unpack;
 mod value;
 
+use std::io::Write;
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -34,8 +35,14 @@ fn main() -> ExitCode {
     let cli = match cmd::Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
-            let _ = error.print();
-            return fail::exit(if error.use_stderr() { usage_code() } else { 0 });
+            if !error.use_stderr() {
+                let _ = error.print();
+                return fail::exit(0);
+            }
+            let text = error.to_string();
+            let text = text.strip_prefix("error: ").unwrap_or(&text);
+            let _ = std::io::stderr().write_all(format!("pepo: {}", escape::text(text)).as_bytes());
+            return fail::exit(usage_code());
         }
     };
     let usual = cli.failure_code();

@@ -44,6 +44,11 @@ impl Instance {
         self.home.as_ref().map_or_else(|| "/run/pepo".into(), |home| home.join("run"))
     }
 
+    /// What lasts: there once a daemon has run.
+    pub fn state_directory(&self) -> PathBuf {
+        self.home.as_ref().map_or_else(|| "/var/lib/pepo".into(), |home| home.join("state"))
+    }
+
     /// The operator's socket.
     pub fn socket(&self) -> PathBuf {
         self.run_directory().join("operator.sock")

@@ -4,12 +4,13 @@ use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use pepo_api::SweepReport;
 use pepo_api::client::ClientError;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 
 use crate::fail::{Failure, Outcome, note};
 use crate::place::{Instance, Place};
-use crate::{render, supervise};
+use crate::{render, supervise, tool};
 
 /// Every Sandbox is ended in order before the daemon goes.
 const LIMIT: Duration = Duration::from_secs(120);
@@ -27,10 +28,7 @@ impl Down {
         if !asked {
             match instance.client().down().await {
                 Ok(()) => {}
-                Err(ClientError::NoDaemon { .. }) if supervisor.is_none() => {
-                    note("no daemon runs");
-                    return Ok(0);
-                }
+                Err(ClientError::NoDaemon { .. }) if supervisor.is_none() => return nothing_runs(&instance).await,
                 // It was faster than its answer.
                 Err(ClientError::Lost(_)) => {}
                 Err(error) => return Err(error.into()),
@@ -41,6 +39,23 @@ impl Down {
         render::say("stopped")?;
         Ok(0)
     }
+}
+
+/// No daemon: what a dead one may have left is removed all the same.
+async fn nothing_runs(instance: &Instance) -> Outcome<u8> {
+    note("no daemon runs");
+    if !rustix::process::geteuid().is_root() || !instance.state_directory().exists() {
+        return Ok(0);
+    }
+    let report: SweepReport = tool::ask(instance, &["sweep", "--json"]).await?;
+    let (gone, stays): (Vec<_>, Vec<_>) = report.leftovers.iter().partition(|one| one.removed);
+    if !gone.is_empty() {
+        note(format!("removed {} things that a dead one had left", gone.len()));
+    }
+    if stays.is_empty() {
+        return Ok(0);
+    }
+    Err(Failure::new(format!("{} things stay that a dead one has left", stays.len())).hint("`pepo sweep` shows them"))
 }
 
 /// The daemon's two processes, as far as one may look at them.

@@ -15,6 +15,7 @@ use crate::place::Place;
 use crate::render;
 
 #[derive(Debug, Args)]
+#[command(override_usage = "pepo exec [OPTIONS] SES [--] CMD [ARG]...")]
 pub struct Exec {
     #[command(flatten)]
     how: How,

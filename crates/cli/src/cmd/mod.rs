@@ -28,7 +28,7 @@ use crate::place::{self, Place};
 
 /// Runs AI agents and other untrusted programs, each Session in a machine of its own.
 #[derive(Debug, Parser)]
-#[command(name = "pepo", version, propagate_version = true, max_term_width = 100, arg_required_else_help = true)]
+#[command(name = "pepo", version, max_term_width = 100, arg_required_else_help = true)]
 pub struct Cli {
     /// Another Pepo than this machine's, by its name in ~/.config/pepo/config.toml
     #[arg(long, global = true, value_name = "NAME")]

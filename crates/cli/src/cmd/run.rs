@@ -28,6 +28,7 @@ const GRACE: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Args)]
 #[command(
+    override_usage = "pepo run [OPTIONS] [--] CMD [ARG]...",
     after_help = "Example: pepo run --copy . -- python3 agent.py\n\nExit code: the command's; 124 timeout, 125 Pepo failed, 126 not executable, 127 not found, 128+N signal N"
 )]
 pub struct Run {
