@@ -55,6 +55,9 @@ pub struct BuildImage {
     /// The files that the recipe's `[[file]]` entries name, by their source path as written there.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub files: BTreeMap<String, RecipeFile>,
+    /// Build even if an Image of the same inputs is there: for newer packages.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub refresh: bool,
 }
 
 /// One file that goes into an Image.

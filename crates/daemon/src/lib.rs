@@ -1,1 +1,3 @@
-//! daemon
+//! The daemon as a library: everything but its modes.
+#![forbid(unsafe_code)]
+pub mod image;

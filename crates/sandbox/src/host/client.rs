@@ -17,6 +17,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use super::evidence::Evidence;
 use super::wire::{self, Answer, Asked, Reply, Request};
 use super::{Error, Found, Leftover, Refusal, Usage};
+use crate::builder::BuildPlan;
 use crate::guest::{Connector, Guest};
 use crate::id::{SLOTS, SandboxId, Slot};
 use crate::plan::Plan;
@@ -210,6 +211,38 @@ impl Host {
                 Ok(())
             }
             _ => Err(Error::Confused { what: "release" }),
+        }
+    }
+
+    /// Starts the builder and returns the pipe that it writes its events to. Its end is end of file there;
+    /// [`Host::build_end`] comes next, or [`Host::build_kill`].
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`], [`Refusal::Step`]; nothing is left then.
+    pub async fn build(&self, plan: &BuildPlan) -> Result<OwnedFd, Error> {
+        let confused = Error::Confused { what: "build" };
+        match self.ask("build", Request::Build { plan: Box::new(plan.clone()) }, SLOW).await? {
+            (Reply::Done, fds) => fds.into_iter().next().ok_or(confused),
+            _ => Err(confused),
+        }
+    }
+
+    /// Waits for the builder's end. If it ended well, its files are in the plan's output directory.
+    ///
+    /// # Errors
+    /// [`Refusal::Step`] when it failed or its files cannot be taken over; nothing is left then.
+    pub async fn build_end(&self) -> Result<(), Error> {
+        match self.ask("build_end", Request::BuildEnd, SLOW).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "build_end" }),
+        }
+    }
+
+    /// Kills the builder without waiting: what a `Drop` can do.
+    pub fn build_kill(&self) {
+        let seq = lock(&self.0.table).number();
+        if let Ok(body) = serde_json::to_vec(&Asked { seq, request: Request::BuildKill }) {
+            let _ = self.0.out.try_send(body);
         }
     }
 

@@ -14,6 +14,7 @@ use rustix::process::{Pid, PidfdFlags, WaitId, WaitIdOptions};
 use super::wire::{self, Answer, Asked, Reply, Request};
 use super::work::Work;
 use super::{Found, FoundState, Refusal};
+use crate::builder::{self, BuildPlan, Builder};
 use crate::cgroup::Hierarchies;
 use crate::held::{Holdings, Place};
 use crate::id::{SandboxId, file, process};
@@ -58,8 +59,21 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     let instance = &config.instance;
     let place = Place::open(instance.tag(), instance.block(), instance.jails(), cgroups)?;
     let work = Work::new(place, &config)?;
-    let serve = Arc::new(Serve { socket, work, lanes: Mutex::default(), owner: instance.state().to_owned() });
+    let site = builder::Place {
+        jails: instance.jails().to_owned(),
+        state: instance.state().to_owned(),
+        tag: instance.tag(),
+        block: instance.block(),
+        owner: config.daemon_uid,
+        launcher: PathBuf::from("/proc/self/exe"),
+    };
+    // What a builder left when an earlier life ended in the middle of a build.
+    Builder::sweep(&site).map_err(io::Error::other)?;
+    let owner = instance.state().to_owned();
+    let serve = Arc::new(Serve { socket, work, lanes: Mutex::default(), owner, site, builder: Mutex::default() });
     let served = serve.until_gone(&signals, &daemon);
+    // A build without its pepod has nobody to name what it makes.
+    let _ = serve.kill_builder();
     let code = exit_code(&daemon);
     // The lease goes if nothing of ours is left. Threads still at work die with this process; what they were making has a
     // directory, and the next start finds it.
@@ -81,6 +95,8 @@ struct Serve {
     work: Work,
     lanes: Mutex<HashMap<SandboxId, Arc<Lane>>>,
     owner: PathBuf,
+    site: builder::Place,
+    builder: Mutex<Option<Builder>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -195,7 +211,35 @@ impl Serve {
             }
             Request::Usage { id } => self.work.usage(id).map(|usage| (Reply::Usage { usage }, Vec::new())),
             Request::Evidence { id } => Ok(self.work.evidence(id)),
+            Request::Build { plan } => self.build(*plan).map(|events| (Reply::Done, vec![events])).map_err(unbuilt),
+            Request::BuildEnd => self.end_build().map(|()| (Reply::Done, Vec::new())).map_err(unbuilt),
+            Request::BuildKill => self.kill_builder().map(|()| (Reply::Done, Vec::new())).map_err(unbuilt),
         }
+    }
+
+    fn build(&self, plan: BuildPlan) -> Result<OwnedFd, builder::Error> {
+        let mut running = lock(&self.builder);
+        if running.is_some() {
+            return Err(builder::Error::Busy);
+        }
+        let mut builder = Builder::start(self.site.clone(), plan)?;
+        let events = builder.take_events().ok_or(builder::Error::Busy)?;
+        *running = Some(builder);
+        Ok(events)
+    }
+
+    /// Waits outside the lock: a kill comes through meanwhile.
+    fn end_build(&self) -> Result<(), builder::Error> {
+        let builder = lock(&self.builder).take();
+        let builder = builder.ok_or_else(|| builder::Error::Start("no builder runs".to_owned()))?;
+        let status = builder.end()?;
+        if status.success() { Ok(()) } else { Err(builder::Error::Start(format!("it ended by {status}"))) }
+    }
+
+    fn kill_builder(&self) -> Result<(), builder::Error> {
+        // Dropped, it is killed and swept; one that is being waited for is no longer here.
+        drop(lock(&self.builder).take());
+        Builder::sweep(&self.site)
     }
 
     /// A device whose queue of callers is full answers a little later.
@@ -243,6 +287,19 @@ impl Serve {
         };
         // A pepod that is gone is noticed by the loop.
         let _ = wire::send(self.socket.as_fd(), &Answer { seq, result }, &wire::borrow(&fds));
+    }
+}
+
+fn unbuilt(error: builder::Error) -> Refusal {
+    match error {
+        builder::Error::Busy | builder::Error::Plan(_) => Refusal::Invalid { reason: error.to_string() },
+        error => {
+            let reason = std::error::Error::source(&error).map(ToString::to_string);
+            Refusal::Step {
+                step: error.to_string(),
+                reason: reason.unwrap_or_else(|| "the build did not end well".to_owned()),
+            }
+        }
     }
 }
 

@@ -14,6 +14,7 @@ use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
 use super::{Found, Leftover, Refusal, Usage};
+use crate::builder::BuildPlan;
 use crate::id::SandboxId;
 use crate::plan::Plan;
 
@@ -54,6 +55,12 @@ pub(crate) enum Request {
     Release { id: SandboxId },
     /// Give back what carries our tag and is not kept: `Leftovers`.
     Sweep { keep: Vec<SandboxId> },
+    /// Start the builder: `Done` with the pipe of its events.
+    Build { plan: Box<BuildPlan> },
+    /// Wait for the builder's end and take its files over: `Done`.
+    BuildEnd,
+    /// Kill the builder, if one runs: `Done`.
+    BuildKill,
 }
 
 /// From the privileged side.
