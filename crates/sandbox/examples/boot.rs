@@ -4,7 +4,7 @@
 //! ```text
 //! cargo run -p pepo-sandbox --example boot -- KERNEL INITRD ROOT --until TEXT [--boots N] [--state DIR] [WORD…]
 //! ```
-//! A boot is done when TEXT is on the console. Further words go to the kernel's command line. Needs root.
+//! `--memory MIB`, `--cpus N` and `--throttle BYTES` (a second, for each disk) change the machine. A boot is done when TEXT is on the console. Further words go to the kernel's command line. Needs root.
 
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -16,7 +16,7 @@ use std::process::{Child, ExitCode};
 use std::time::{Duration, Instant};
 
 use pepo_sandbox::vmm::qmp::Qmp;
-use pepo_sandbox::vmm::{Boot, Descriptors, closure, qemu, vsock};
+use pepo_sandbox::vmm::{Boot, Descriptors, Throttle, closure, probe, qemu, vsock};
 use pepo_sandbox::{jail, sys};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -53,7 +53,7 @@ fn run() -> Outcome<()> {
     let mut arguments = std::env::args().skip(1);
     let mut words = Vec::new();
     let (mut until, mut boots, mut state) = (None, 1, PathBuf::from("/tmp/pepo-boot"));
-    let (mut memory_mib, mut vcpus) = (256, 1);
+    let (mut memory_mib, mut vcpus, mut throttle) = (256, 1, None);
     while let Some(argument) = arguments.next() {
         let mut value = || arguments.next().ok_or(format!("{argument} needs a value"));
         match argument.as_str() {
@@ -68,6 +68,7 @@ fn run() -> Outcome<()> {
             "--state" => state = value()?.into(),
             "--memory" => memory_mib = value()?.parse()?,
             "--cpus" => vcpus = value()?.parse()?,
+            "--throttle" => throttle = Some(Throttle { bytes: value()?.parse()?, operations: 10_000 }),
             _ => words.push(argument),
         }
     }
@@ -79,10 +80,11 @@ fn run() -> Outcome<()> {
         initrd: fs::canonicalize(initrd)?,
         arguments: words.to_vec(),
         scratch_size: 1 << 30,
-        throttle: None,
+        throttle,
         uid: VMM_UID,
     };
     let plan = Plan { boot, root: root.into(), state, until: until.ok_or("--until TEXT")?, boots };
+    writeln!(io::stdout(), "{}", probe::choose(probe::Wanted::Automatic)?)?;
     fs::create_dir_all(&plan.state)?;
     let programs = closure::prepare(&plan.state, &closure::Sources::default())?;
     sys::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS)?;

@@ -17,6 +17,7 @@
 //! 0.3.0), then widened by the variants that other releases of QEMU (up to 10), glibc and glib use for the same thing.
 
 use std::collections::BTreeMap;
+use std::fmt;
 
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
@@ -38,6 +39,16 @@ pub enum Filter {
     Qemu,
     /// vhost-device-vsock.
     VsockDevice,
+}
+
+/// The programs a list was made for, for `doctor`.
+impl fmt::Display for Filter {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str(match self {
+            Filter::Qemu => "QEMU 7.2 to 10, software emulation",
+            Filter::VsockDevice => "vhost-device-vsock 0.3",
+        })
+    }
 }
 
 /// What a call's arguments must be.

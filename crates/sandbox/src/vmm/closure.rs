@@ -35,8 +35,8 @@ const MODULES: &str = "/lib/qemu";
 /// Libraries inside a closure.
 const LIBRARIES: &str = "/lib";
 
-/// Firmware that `-M microvm` and the kernel loaders below it open.
-const FIRMWARE_FILES: [&str; 5] = ["bios-microvm.bin", "qboot.rom", "linuxboot_dma.bin", "pvh.bin", "kvmvapic.bin"];
+/// The firmware that starts a kernel with the least ado. QEMU's own choice differs between distributions.
+pub const FIRMWARE_FILE: &str = "qboot.rom";
 
 /// Longest answer of the loader about libraries, bytes.
 const MAX_LISTING: u64 = 1 << 20;
@@ -215,15 +215,11 @@ fn qemu_parts(qemu: &Path) -> Result<Parts, Error> {
         parts.files.insert(Path::new(MODULES).join(module), found);
         parts.env.push(("QEMU_MODULE_DIR".to_owned(), MODULES.to_owned()));
     }
-    for name in FIRMWARE_FILES {
-        if let Some(found) = first_existing(&FIRMWARE_DIRECTORIES, name) {
-            parts.files.insert(Path::new(FIRMWARE).join(name), found);
-        }
-    }
-    if !parts.files.contains_key(&Path::new(FIRMWARE).join("bios-microvm.bin")) {
-        let reason = format!("its firmware bios-microvm.bin is not in {}", FIRMWARE_DIRECTORIES.join(", "));
-        return Err(Error::Broken { program: qemu.to_owned(), reason });
-    }
+    let firmware = first_existing(&FIRMWARE_DIRECTORIES, FIRMWARE_FILE).ok_or_else(|| {
+        let reason = format!("its firmware {FIRMWARE_FILE} is not in {}", FIRMWARE_DIRECTORIES.join(", "));
+        Error::Broken { program: qemu.to_owned(), reason }
+    })?;
+    parts.files.insert(Path::new(FIRMWARE).join(FIRMWARE_FILE), firmware);
     parts.places = vec![Place::File("kernel"), Place::File("initrd")];
     Ok(parts)
 }

@@ -1,17 +1,19 @@
 //! Which VMM this host gets, by looking.
 //!
-//! A `/dev/kvm` that opens proves nothing: on a paravirtual nested KVM a VM can be created and runs for a while, and a
-//! stock kernel dies in it because some instructions are neither executed nor emulated. So the probe runs a guest of
-//! eleven instructions that contains those (`fxrstor64`, `iretq`), and believes only a guest that got past them.
+//! A `/dev/kvm` that opens proves nothing: on a paravirtual nested KVM a VM can be created and runs, but its kernel mode
+//! is interpreted, some thousand times too slow where it does not fail outright. So the probe runs a guest in kernel
+//! mode that executes what such a KVM has trouble with (`fxrstor64`, `iretq`) and then counts to two million, which takes
+//! a processor 1 ms; and the processor has to say itself that it virtualizes.
 //! Callers: `pepod host` at start, `pepod doctor`.
 
 use std::fmt;
+use std::path::Path;
 use std::time::Duration;
 
 use crate::sys::kvm;
 
-/// How long a guest of eleven instructions may take. A real one needs microseconds.
-const PATIENCE: Duration = Duration::from_secs(2);
+/// How long the probe guest may take. A real one needs a few milliseconds, an interpreted one some seconds.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What the operator asked for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -81,22 +83,32 @@ pub fn choose(wanted: Wanted) -> Result<Choice, Error> {
     Ok(Choice { kind: Kind::Qemu, reason })
 }
 
-/// Runs the probe guest. Takes up to two seconds on a host whose KVM hangs.
+/// Looks at the processor, then runs the probe guest. Takes up to two seconds on a host whose KVM hangs.
 pub fn hardware() -> Hardware {
+    let unusable = |why: &str| Hardware::Unusable(format!("/dev/kvm is there, but {why}"));
+    if !Path::new("/dev/kvm").exists() {
+        return Hardware::Unusable("no hardware virtualization: /dev/kvm is not there".to_owned());
+    }
+    if !processor_virtualizes() {
+        return unusable("the processor has neither vmx nor svm: a guest's kernel would be interpreted");
+    }
     let (answer, answered) = std::sync::mpsc::channel();
     // A thread of its own: a broken KVM may never return from running the guest, and then it stays behind.
-    std::thread::spawn(move || answer.send(kvm::run_probe_guest()));
-    match answered.recv_timeout(PATIENCE) {
+    std::thread::spawn(move || answer.send(kvm::run_probe_guest(PATIENCE)));
+    match answered.recv_timeout(2 * PATIENCE) {
         Ok(Ok(kvm::Ran::ToTheEnd)) => Hardware::Usable,
-        Ok(Ok(kvm::Ran::Stuck(exit))) => {
-            Hardware::Unusable(format!("/dev/kvm is there, but a guest does not run on it: exit {exit}"))
-        }
-        Ok(Err(error)) if error.kind() == std::io::ErrorKind::NotFound => {
-            Hardware::Unusable("no hardware virtualization: /dev/kvm is not there".to_owned())
-        }
-        Ok(Err(error)) => Hardware::Unusable(format!("/dev/kvm is of no use: {error}")),
-        Err(_) => Hardware::Unusable("/dev/kvm is there, but a guest hangs on it".to_owned()),
+        Ok(Ok(kvm::Ran::Crawling)) => unusable("it interprets a guest's kernel instead of running it"),
+        Ok(Ok(kvm::Ran::Stuck(exit))) => unusable(&format!("a guest does not run on it (exit {exit})")),
+        Ok(Err(error)) => unusable(&format!("it cannot be used: {error}")),
+        Err(_) => unusable("a guest hangs on it"),
     }
+}
+
+/// Whether the processor's flags name an extension for virtualization.
+fn processor_virtualizes() -> bool {
+    let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let flags = cpuinfo.lines().find(|line| line.starts_with("flags")).unwrap_or_default();
+    flags.split_whitespace().any(|flag| flag == "vmx" || flag == "svm")
 }
 
 #[cfg(test)]
@@ -107,7 +119,14 @@ mod tests {
     fn a_vmm_is_always_found_and_what_cannot_be_had_is_refused() {
         assert_eq!(choose(Wanted::Automatic).unwrap().kind, Kind::Qemu);
         assert!(choose(Wanted::Firecracker).unwrap_err().to_string().contains("firecracker"));
-        // Twice the same: the probe leaves nothing behind that changes the answer.
-        assert_eq!(hardware(), hardware());
+    }
+
+    #[test]
+    fn the_probe_guest_runs_to_its_end_only_where_the_processor_virtualizes() {
+        match kvm::run_probe_guest(PATIENCE) {
+            Ok(ran) => assert_eq!(ran == kvm::Ran::ToTheEnd, processor_virtualizes(), "{ran:?}"),
+            // No /dev/kvm, or none for this user: no virtualization is no failure.
+            Err(error) => assert!(matches!(hardware(), Hardware::Unusable(_)), "{error}"),
+        }
     }
 }

@@ -8,7 +8,7 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-use super::closure::Closure;
+use super::closure::{self, Closure};
 use super::{Boot, Descriptors, Throttle, clock};
 use crate::jail::{Access, Bind, Descriptor, Filter, Limits, Spec};
 
@@ -72,7 +72,7 @@ fn arguments(boot: &Boot, tsc_khz: Option<u64>) -> Vec<String> {
     line.flags(&["-nodefaults", "-no-user-config", "-no-reboot"]);
     line.option("-display", "none").option("-monitor", "none");
     line.option("-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny");
-    line.option("-L", super::closure::FIRMWARE);
+    line.option("-L", closure::FIRMWARE).option("-bios", closure::FIRMWARE_FILE);
     line.option("-machine", "microvm,memory-backend=ram,x-option-roms=off");
     line.option("-accel", format!("tcg,thread={threads},tb-size={TRANSLATION_MIB}"));
     line.option("-cpu", "max").option("-smp", vcpus.to_string()).option("-m", format!("{memory_mib}M"));
