@@ -17,7 +17,7 @@ use crate::exec::{Offer, Op, Place};
 use crate::stream::{CLOSE_WAIT, DATA_HEAD, Sender, Stream, data_head, failed};
 
 /// Frames written by one call.
-const BATCH: usize = 16;
+const BATCH: usize = 8;
 
 /// How long the first answer waits for the program to run, so that both go out together.
 const TOGETHER: Duration = Duration::from_millis(20);
