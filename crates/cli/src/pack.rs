@@ -3,7 +3,7 @@
 //! Names are relative. Symbolic links stay links; sockets, pipes and devices are left out and counted. Nothing is left
 //! out by name. A file that changes while it is read keeps the length it had when its header was written.
 
-use std::fs::{File, Metadata};
+use std::fs::Metadata;
 use std::io::{Read, Write};
 use std::os::unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
@@ -44,7 +44,11 @@ pub fn stream(source: Source) -> (Body, oneshot::Receiver<Outcome<()>>) {
     let (tell, told) = oneshot::channel();
     std::thread::spawn(move || {
         let mut out = Pieces { to: pieces, pending: BytesMut::with_capacity(PIECE) };
-        let made = write(&source, &mut out);
+        let mut made = write(&source, &mut out);
+        if out.to.is_closed() {
+            // The other end stopped taking it, and knows why.
+            made = Ok(());
+        }
         if let Err(failure) = &made {
             // The receiver must not take a broken archive for a whole one.
             let _ = out.to.blocking_send(Err(std::io::Error::other(failure.message().to_owned())));
@@ -58,6 +62,46 @@ pub fn stream(source: Source) -> (Body, oneshot::Receiver<Outcome<()>>) {
 struct Pieces {
     to: mpsc::Sender<std::io::Result<Bytes>>,
     pending: BytesMut,
+}
+
+/// Where the bytes of a file stopped.
+enum Stopped {
+    Reading(std::io::Error),
+    Sending(std::io::Error),
+}
+
+impl Pieces {
+    /// Exactly so many bytes of a file, filled up to a block: zeros where it has become shorter, nothing of what it has
+    /// grown by.
+    fn pour(&mut self, mut file: impl Read, length: u64) -> Result<(), Stopped> {
+        let mut left = length;
+        let mut ended = false;
+        while left > 0 {
+            let have = self.pending.len();
+            let room = usize::try_from(left).unwrap_or(usize::MAX).min(PIECE.saturating_sub(have).max(512));
+            self.pending.resize(have + room, 0);
+            let read = match ended {
+                true => room,
+                false => match file.read(&mut self.pending[have..]) {
+                    Ok(0) => {
+                        ended = true;
+                        room
+                    }
+                    Ok(read) => read,
+                    Err(error) if error.kind() == std::io::ErrorKind::Interrupted => 0,
+                    Err(error) => return Err(Stopped::Reading(error)),
+                },
+            };
+            self.pending.truncate(have + read);
+            left -= read as u64;
+            if self.pending.len() >= PIECE {
+                self.flush().map_err(Stopped::Sending)?;
+            }
+        }
+        let filled = usize::try_from(length.next_multiple_of(512) - length).unwrap_or(0);
+        self.pending.resize(self.pending.len() + filled, 0);
+        Ok(())
+    }
 }
 
 impl Write for Pieces {
@@ -158,11 +202,11 @@ fn append(archive: &mut Builder<&mut Pieces>, path: &Path, name: &Path, meta: &M
         }
         header.set_entry_type(EntryType::Regular);
         header.set_size(now.len());
-        let body = Exactly { file, left: now.len(), failed: None };
-        let mut body = body;
-        archive.append_data(&mut header, name, &mut body).map_err(|error| match body.failed.take() {
-            Some(why) => at(path, why),
-            None => sending(error),
+        // The library would copy in small steps: it writes the header, the bytes go their own way.
+        archive.append_data(&mut header, name, std::io::empty()).map_err(sending)?;
+        archive.get_mut().pour(file, now.len()).map_err(|why| match why {
+            Stopped::Reading(error) => at(path, error),
+            Stopped::Sending(error) => sending(error),
         })?;
     } else {
         debug_assert!(kind.is_fifo() || kind.is_socket() || kind.is_char_device() || kind.is_block_device());
@@ -179,35 +223,6 @@ fn header(meta: &Metadata) -> Header {
     header.set_uid(0);
     header.set_gid(0);
     header
-}
-
-/// Exactly so many bytes of a file: zeros where it has become shorter, nothing of what it has grown by.
-struct Exactly {
-    file: File,
-    left: u64,
-    failed: Option<std::io::Error>,
-}
-
-impl Read for Exactly {
-    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
-        let most = usize::try_from(self.left).unwrap_or(usize::MAX).min(buffer.len());
-        if most == 0 {
-            return Ok(0);
-        }
-        let read = match self.file.read(&mut buffer[..most]) {
-            Ok(0) => {
-                buffer[..most].fill(0);
-                most
-            }
-            Ok(read) => read,
-            Err(error) => {
-                self.failed = Some(std::io::Error::new(error.kind(), error.to_string()));
-                return Err(error);
-            }
-        };
-        self.left -= read as u64;
-        Ok(read)
-    }
 }
 
 #[cfg(test)]
@@ -263,14 +278,21 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_shrinks_is_filled_up() {
-        let mut file = tempfile::tempfile().unwrap();
-        file.write_all(b"abc").unwrap();
-        file.seek(std::io::SeekFrom::Start(0)).unwrap();
-        let mut bytes = Vec::new();
-        Exactly { file, left: 5, failed: None }.read_to_end(&mut bytes).unwrap();
-        assert_eq!(bytes, b"abc\0\0");
+    fn a_file_that_changes_keeps_its_announced_length() {
+        for (there, length) in [(3, 5), (600, 512), (0, 0), (300_000, 299_000), (1000, 300_000)] {
+            let (to, mut from) = mpsc::channel(100);
+            let mut pieces = Pieces { to, pending: BytesMut::new() };
+            assert!(pieces.pour(&vec![7u8; there][..], length).is_ok());
+            pieces.flush().unwrap();
+            drop(pieces);
+            let mut all = Vec::new();
+            while let Some(piece) = from.blocking_recv() {
+                all.extend_from_slice(&piece.unwrap());
+            }
+            let length = usize::try_from(length).unwrap();
+            assert_eq!(all.len(), length.next_multiple_of(512));
+            let real = there.min(length);
+            assert!(all[..real].iter().all(|b| *b == 7) && all[real..].iter().all(|b| *b == 0), "{there} of {length}");
+        }
     }
-
-    use std::io::Seek;
 }

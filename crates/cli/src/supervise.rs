@@ -93,11 +93,24 @@ impl Supervisor {
         let begun = Instant::now();
         let pepod = launch::program("pepod")?;
         let edge_program = launch::program("pepo-edge")?;
-        let (mut daemon, key) = match interrupts.unless(self.first_daemon(&pepod)).await {
-            Ok(started) => started?,
-            // Not ready yet: it has nothing, and ends with the pipe or is found by the next.
-            Err(caught) => return Ok(caught.exit_code()),
+        // A start is not given up half-way: what it has begun must be ended in order.
+        let mut wanted = true;
+        let (mut daemon, key) = {
+            let mut starting = std::pin::pin!(self.first_daemon(&pepod));
+            loop {
+                tokio::select! {
+                    started = &mut starting => break started?,
+                    _ = interrupts.end() => {
+                        render::say("stopping as soon as it has started")?;
+                        wanted = false;
+                    }
+                }
+            }
         };
+        if !wanted {
+            self.stop(&mut daemon, None, &mut interrupts).await;
+            return Ok(0);
+        }
         let first = interrupts.unless(start_edge(&edge_program, &self.instance)).await;
         let mut edge = match first {
             Ok(Ok(edge)) => edge,

@@ -10,7 +10,7 @@
 
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::path::{Component, Path, PathBuf};
@@ -80,7 +80,8 @@ pub fn unpack(stream: impl Read, target: &Path, naming: &Naming) -> Outcome<Repo
     let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
     // The caller's own path: followed as they meant it.
     let top = openat(CWD, target, flags, Mode::empty()).map_err(failed(target))?;
-    let mut work = Work { top, naming, report: Report::default(), directories: Vec::new(), serial: 0 };
+    let mut work =
+        Work { top, naming, report: Report::default(), directories: Vec::new(), serial: 0, buffer: vec![0; 128 << 10] };
     let mut archive = Archive::new(stream);
     let entries = archive.entries().map_err(reading)?.raw(true);
     let (mut long_name, mut long_link) = (None, None);
@@ -158,6 +159,7 @@ struct Work<'a> {
     /// Path, mode and time of directories, set when nothing more comes into them.
     directories: Vec<(PathBuf, Mode, Timestamps)>,
     serial: u64,
+    buffer: Vec<u8>,
 }
 
 impl Work<'_> {
@@ -291,7 +293,8 @@ impl Work<'_> {
         let file = openat(&parent, &spare, flags, Mode::from_raw_mode(0o600)).map_err(failed(path))?;
         let written = (|| {
             let mut file = File::from(file);
-            let copied = std::io::copy(entry, &mut file).map_err(|e| Failure::new(format!("{}: {e}", shown(path))))?;
+            let copied = copy(entry, &mut file, &mut self.buffer)
+                .map_err(|error| Failure::new(format!("{}: {error}", shown(path))))?;
             if copied != entry.size() {
                 return Err(Failure::new("the archive broke off in the middle of a file"));
             }
@@ -352,6 +355,21 @@ impl Work<'_> {
             futimens(&made, &times).map_err(failed(&path))?;
         }
         Ok(self.report)
+    }
+}
+
+fn copy(from: &mut impl Read, to: &mut File, buffer: &mut [u8]) -> std::io::Result<u64> {
+    let mut copied = 0;
+    loop {
+        match from.read(buffer) {
+            Ok(0) => return Ok(copied),
+            Ok(read) => {
+                to.write_all(&buffer[..read])?;
+                copied += read as u64;
+            }
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
     }
 }
 
