@@ -1,2 +1,0 @@
-//! hostile
-fn main() {}
