@@ -11,6 +11,6 @@ mod host;
 mod instance;
 mod program;
 
-pub use host::{Snapshot, pids_named};
+pub use host::{SANDBOX_UIDS, Snapshot, pids_named};
 pub use instance::{Instance, Options, bin, images};
 pub use program::{Program, Ran, Started, until};
