@@ -184,7 +184,42 @@ impl Place {
     }
 
     fn cgroup(&self) -> String {
-        format!("{}{NAME}", Names::cgroup_prefix(self.tag))
+        cgroup_of(self.tag)
+    }
+}
+
+fn cgroup_of(tag: Tag) -> String {
+    format!("{}{NAME}", Names::cgroup_prefix(tag))
+}
+
+/// What a builder of the instance with those jails and that tag holds on the host: kind and name of each thing.
+pub fn left_by(jails: &Path, tag: Tag) -> Vec<(&'static str, String)> {
+    let mut left = Vec::new();
+    if Hierarchies::detect().is_ok_and(|all| all.leaf(cgroup_of(tag)).exists()) {
+        left.push(("cgroup", cgroup_of(tag)));
+    }
+    let directory = jails.join(NAME);
+    if fs::symlink_metadata(&directory).is_ok() {
+        left.push(("directory", directory.display().to_string()));
+    }
+    left
+}
+
+/// Ends and removes it. What is not there is done.
+///
+/// # Errors
+/// What cannot be removed.
+pub fn sweep_left(jails: &Path, tag: Tag) -> Result<(), Error> {
+    let hierarchies = Hierarchies::detect()?;
+    let leaf = hierarchies.leaf(cgroup_of(tag));
+    leaf.kill(KILL)?;
+    leaf.remove(KILL)?;
+    let directory = jails.join(NAME);
+    match fs::remove_dir_all(&directory) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(at(format!("remove {}", directory.display()))(error))
+        }
+        _ => Ok(()),
     }
 }
 
@@ -387,17 +422,7 @@ impl Builder {
     /// # Errors
     /// What cannot be removed.
     pub fn sweep(place: &Place) -> Result<(), Error> {
-        let hierarchies = Hierarchies::detect()?;
-        let leaf = hierarchies.leaf(place.cgroup());
-        leaf.kill(KILL)?;
-        leaf.remove(KILL)?;
-        let directory = place.directory();
-        match fs::remove_dir_all(&directory) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                Err(at(format!("remove {}", directory.display()))(error))
-            }
-            _ => Ok(()),
-        }
+        sweep_left(&place.jails, place.tag)
     }
 }
 

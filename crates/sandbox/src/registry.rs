@@ -19,6 +19,7 @@ use rustix::fs::FlockOperation;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use crate::builder;
 use crate::cgroup;
 use crate::id::{Tag, UidBlock};
 use crate::proc;
@@ -218,6 +219,7 @@ fn on_the_host(lease: &Lease) -> bool {
         jails.any(|jail| jail.is_ok_and(|jail| jail.file_name().to_str().is_some_and(|name| name.len() == 32)))
     });
     jails
+        || !builder::left_by(&lease.jails, lease.tag).is_empty()
         || !cgroup::Hierarchies::detect().is_ok_and(|all| all.tagged(lease.tag).is_empty())
         || proc::of_uids(lease.block).next().is_some()
 }

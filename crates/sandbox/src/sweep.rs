@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::SystemTime;
 
+use crate::builder;
 use crate::cgroup::Hierarchies;
 use crate::held::{Holdings, Place};
 use crate::host::Leftover;
@@ -88,12 +89,34 @@ fn stale(act: Act) -> std::io::Result<Vec<Leftover>> {
 }
 
 fn of_lease(lease: &Lease, cgroups: Hierarchies, act: Act) -> std::io::Result<Vec<Leftover>> {
-    match Place::open(lease.tag, lease.block, &lease.jails, cgroups.clone()) {
-        Ok(place) => sweep(&place, &[], &lease.state, act),
+    let mut left = of_builder(lease, act);
+    left.extend(match Place::open(lease.tag, lease.block, &lease.jails, cgroups.clone()) {
+        Ok(place) => sweep(&place, &[], &lease.state, act)?,
         // Its directory is gone; cgroups and processes may be there all the same, and lead to their ids.
         Err(_) => {
             let place = Place::without_jails(lease.tag, lease.block, cgroups)?;
-            sweep(&place, &[], &lease.state, act)
+            sweep(&place, &[], &lease.state, act)?
         }
-    }
+    });
+    Ok(left)
+}
+
+/// What a builder of that instance left. One of a living instance is swept by its own privileged side at its start.
+fn of_builder(lease: &Lease, act: Act) -> Vec<Leftover> {
+    let present = builder::left_by(&lease.jails, lease.tag);
+    let removed = match act {
+        Act::Remove if !present.is_empty() => {
+            Some(builder::sweep_left(&lease.jails, lease.tag).map_err(|error| error.to_string()))
+        }
+        _ => None,
+    };
+    let leftover = |(kind, name): (&str, String)| Leftover {
+        kind: kind.to_owned(),
+        name,
+        tag: lease.tag.to_string(),
+        owner: Some(lease.state.clone()),
+        age_seconds: None,
+        removed: removed.clone(),
+    };
+    present.into_iter().map(leftover).collect()
 }

@@ -13,7 +13,7 @@ use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use pepo_sandbox::StatePath;
-use pepo_sandbox::builder::{BuildPlan, Builder, Inside, Place, Room, enter};
+use pepo_sandbox::builder::{BuildPlan, Builder, Inside, Place, Room, enter, left_by};
 use pepo_sandbox::id::UidBlock;
 
 /// Given out to no instance: the machine's registry counts from the lower end.
@@ -375,6 +375,9 @@ fn goes_with_the_one_who_started_it() {
     life.wait().unwrap();
     until("an empty cgroup", || here.processes().is_empty());
     // What remains are directories, which the next start removes.
-    Builder::sweep(&here.place()).expect("sweep");
+    let place = here.place();
+    assert_eq!(left_by(&place.jails, place.tag).len(), 2);
+    Builder::sweep(&place).expect("sweep");
+    assert!(left_by(&place.jails, place.tag).is_empty());
     here.assert_clean();
 }
