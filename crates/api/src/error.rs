@@ -135,9 +135,19 @@ pub struct Ended {
     pub reason: Reason,
     /// When.
     pub at: jiff::Timestamp,
+    /// One sentence more about it, where there is one. A guest may have had a say in it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub message: String,
     /// The last lines of the guest's console, where the end was not orderly. A guest can write anything here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub last_console_lines: Vec<String>,
+}
+
+impl Ended {
+    /// An end that the word says in full.
+    pub fn new(reason: Reason, at: jiff::Timestamp) -> Self {
+        Ended { reason, at, message: String::new(), last_console_lines: Vec::new() }
+    }
 }
 
 impl Error {

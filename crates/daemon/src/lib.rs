@@ -1,3 +1,425 @@
-//! The daemon as a library: everything but its modes.
+//! pepod: Sessions on Sandboxes, behind two Unix sockets.
+//!
+//! ```text
+//! main ─► config, places, users, sockets ─► split ─┬─► pepo-host: the engine's privileged side
+//!                                                  └─► pepod: no rights, then Pepod::run
+//! Pepod::run:  store ─► Sessions of before ─► serve ─► ready ─► sweep ─► until stopped
+//! ```
+//! How it stops: SIGTERM leaves every Sandbox to the next pepod, as a restart or an upgrade wants it; SIGINT and
+//! `pepo down` end them all first, a second SIGINT does not wait for that. Either side's death ends the other.
+
 #![forbid(unsafe_code)]
+
+pub mod accounts;
+pub mod capacity;
+pub mod config;
+pub mod doctor;
 pub mod image;
+pub mod modes;
+pub mod places;
+pub mod serve;
+pub mod server;
+pub mod session;
+pub mod signal;
+pub mod store;
+pub mod text;
+
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use pepo_api::{AppId, Check, Leftover, Ready, Reason, Version};
+use pepo_sandbox::{Host, Tag, Vmm, proto};
+use sha2::{Digest as _, Sha256};
+use tokio::signal::unix::{SignalKind, signal as on_signal};
+use tokio::sync::watch;
+
+use config::{Config, VmmChoice};
+use image::Images;
+use server::Listener;
+use session::{Error, Files, FindImage, Sessions};
+use store::{NewKey, Store, Write};
+
+/// How long the end of all Sandboxes may take.
+const DRAIN: Duration = Duration::from_secs(75);
+
+/// Of pepod that left its Sandboxes to the next one: 128 + SIGTERM.
+const LEFT: u8 = 143;
+
+/// How pepod is to stop.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Stop {
+    /// Sandboxes stay for the next one.
+    Leave,
+    /// Sandboxes end first.
+    Drain,
+    /// At once.
+    Now,
+}
+
+/// What `main` made before it gave its rights up.
+#[derive(Debug)]
+pub struct Begun {
+    /// All settings.
+    pub config: Config,
+    /// The instance's tag.
+    pub tag: Tag,
+    /// The operator's socket, bound.
+    pub operator: UnixListener,
+    /// The edge's socket, bound.
+    pub edge: UnixListener,
+    /// Who may connect to it.
+    pub edge_uid: Option<u32>,
+    /// pepod's end of the wall.
+    pub host: OwnedFd,
+    /// What root saw.
+    pub seen: Vec<Check>,
+    /// One line: what runs the guests, and why that.
+    pub runs_on: String,
+    /// Where to say that it is ready.
+    pub ready: Option<OwnedFd>,
+    /// When to end by itself.
+    pub exit_when_idle: Option<Duration>,
+}
+
+/// The daemon's parts. Cloning is cheap.
+#[derive(Clone)]
+pub struct Pepod(Arc<Parts>);
+
+struct Parts {
+    config: Config,
+    sessions: Sessions,
+    images: Arc<Images>,
+    store: Store,
+    app: AppId,
+    tag: Tag,
+    seen: Vec<Check>,
+    runs_on: String,
+    guest_digest: String,
+    stop: watch::Sender<Option<Stop>>,
+    drained: watch::Sender<bool>,
+    busy: watch::Sender<usize>,
+}
+
+/// Work that is no Session and keeps pepod from ending for idleness.
+#[derive(Debug)]
+pub struct Busy(watch::Sender<usize>);
+
+impl Drop for Busy {
+    fn drop(&mut self) {
+        self.0.send_modify(|busy| *busy -= 1);
+    }
+}
+
+impl Pepod {
+    /// Serves until stopped. Returns the exit code.
+    ///
+    /// # Errors
+    /// The store, the Images or the privileged side cannot be used.
+    pub async fn run(begun: Begun) -> anyhow::Result<u8> {
+        let Begun { config, tag, operator, edge, edge_uid, host, seen, runs_on, ready, exit_when_idle } = begun;
+        let host = Host::new(host).context("cannot speak to the privileged side")?;
+        let store = Store::open(&config.places.store()).context("cannot open the store")?;
+        let app = store.default_app()?;
+        let agent = guest_agent(&config)?;
+        let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
+        let vmm = match config.sandbox.vmm {
+            VmmChoice::Auto | VmmChoice::Qemu => Vmm::Qemu,
+            #[cfg(feature = "fake")]
+            VmmChoice::Fake => Vmm::Fake,
+        };
+        let sessions = Sessions::new(store.clone(), host.clone(), finder(&images, vmm), config.sandbox.clone(), vmm);
+        let pepod = Pepod(Arc::new(Parts {
+            guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
+            config,
+            sessions,
+            images,
+            store,
+            app,
+            tag,
+            seen,
+            runs_on,
+            stop: watch::Sender::new(None),
+            drained: watch::Sender::new(false),
+            busy: watch::Sender::new(0),
+        }));
+        let same_boot = pepod.same_boot().await?;
+        let kept = pepod.sessions().resume(same_boot).await.context("cannot take up what was before")?;
+        let key = pepod.first_key().await?;
+        for (socket, listener) in [(operator, Listener::Operator), (edge, Listener::Edge { uid: edge_uid })] {
+            socket.set_nonblocking(true)?;
+            tokio::spawn(server::serve(pepod.clone(), listener, tokio::net::UnixListener::from_std(socket)?));
+        }
+        pepod.say_ready(ready, key)?;
+        tracing::info!(tag = %tag, adopted = kept.len(), runs_on = pepod.0.runs_on, "ready");
+        let swept = pepod.clone();
+        tokio::spawn(async move {
+            match swept.0.sessions.host().sweep(&kept).await {
+                Ok(left) if left.is_empty() => {}
+                Ok(left) => tracing::info!(found = left.len(), "swept what was left of an earlier life"),
+                Err(error) => tracing::error!(%error, "could not sweep"),
+            }
+        });
+        let forgetting = pepod.clone();
+        tokio::spawn(async move { forgetting.sessions().forget(forgetting.config().retention).await });
+        pepod.until_stopped(exit_when_idle).await
+    }
+
+    async fn until_stopped(&self, exit_when_idle: Option<Duration>) -> anyhow::Result<u8> {
+        let mut terminate = on_signal(SignalKind::terminate())?;
+        let mut interrupt = on_signal(SignalKind::interrupt())?;
+        let mut stop = self.0.stop.subscribe();
+        let wanted = tokio::select! {
+            biased;
+            () = self.sessions().host().lost() => anyhow::bail!("the privileged side is gone; Sandboxes go on, start pepod again"),
+            reason = self.store().failed() => anyhow::bail!("the store failed: {reason}"),
+            _ = terminate.recv() => Stop::Leave,
+            _ = interrupt.recv() => Stop::Drain,
+            wanted = stop.wait_for(Option::is_some) => wanted.map(|wanted| *wanted).unwrap_or(None).unwrap_or(Stop::Drain),
+            () = self.idle(exit_when_idle) => {
+                tracing::info!("idle: ending");
+                Stop::Drain
+            }
+        };
+        if wanted == Stop::Leave {
+            tracing::info!("leaving; Sandboxes go on");
+            self.sessions().drain();
+            return Ok(LEFT);
+        }
+        tracing::info!("ending every Sandbox");
+        tokio::select! {
+            biased;
+            () = self.sessions().end_all(Reason::Drain, DRAIN) => {}
+            _ = interrupt.recv() => {
+                tracing::warn!("asked again: not waiting for Sandboxes");
+                return Ok(130);
+            }
+        }
+        self.0.drained.send_replace(true);
+        // The answer to whoever asked for it is on its way.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        Ok(0)
+    }
+
+    /// Returns when there was no Session for that long.
+    async fn idle(&self, after: Option<Duration>) {
+        let Some(after) = after else { return std::future::pending().await };
+        let mut sessions = self.sessions().count();
+        let mut busy = self.0.busy.subscribe();
+        loop {
+            let quiet = *sessions.borrow_and_update() == 0 && *busy.borrow_and_update() == 0;
+            tokio::select! {
+                () = tokio::time::sleep(after), if quiet => return,
+                _ = sessions.changed() => {}
+                _ = busy.changed() => {}
+            }
+        }
+    }
+
+    /// Whether the host has not been restarted since this instance's last life.
+    async fn same_boot(&self) -> anyhow::Result<bool> {
+        let now = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned();
+        let before = self.store().fact("boot_id").await?;
+        self.store().write(Write::Fact("boot_id", now.clone())).await?;
+        Ok(before.is_none_or(|before| before == now))
+    }
+
+    /// Makes the instance's first key, once. Its text is told once and kept nowhere.
+    async fn first_key(&self) -> anyhow::Result<Option<String>> {
+        let (_, keys) = self.store().edge_state().await?;
+        if !keys.is_empty() {
+            return Ok(None);
+        }
+        let (key, text) = NewKey::generate(self.0.app)?;
+        self.store().write(Write::NewKey(key)).await?;
+        Ok(Some(text))
+    }
+
+    fn say_ready(&self, to: Option<OwnedFd>, key: Option<String>) -> anyhow::Result<()> {
+        use std::io::Write as _;
+        let places = &self.0.config.places;
+        let ready = Ready {
+            operator_socket: places.operator_socket().display().to_string(),
+            edge_socket: places.edge_socket().display().to_string(),
+            key,
+        };
+        if let Some(to) = to {
+            let mut line = serde_json::to_vec(&ready)?;
+            line.push(b'\n');
+            // Whoever started this may be gone already.
+            if let Err(error) = std::fs::File::from(to).write_all(&line) {
+                tracing::debug!(%error, "nobody reads the ready line");
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for the end. A more urgent one replaces a less urgent.
+    pub fn stop(&self, how: Stop) {
+        self.0.stop.send_modify(|wanted| *wanted = (*wanted).max(Some(how)));
+    }
+
+    /// Returns when every Sandbox has ended.
+    pub async fn drained(&self) {
+        let mut drained = self.0.drained.subscribe();
+        // An error means that the daemon is gone.
+        let _ = drained.wait_for(|drained| *drained).await;
+    }
+
+    /// Counts as work until dropped.
+    pub fn busy(&self) -> Busy {
+        self.0.busy.send_modify(|busy| *busy += 1);
+        Busy(self.0.busy.clone())
+    }
+
+    /// Gives back what no Session accounts for, or lists it.
+    ///
+    /// # Errors
+    /// The privileged side.
+    pub async fn sweep(&self, only_look: bool) -> Result<Vec<Leftover>, pepo_sandbox::host::Error> {
+        let host = self.sessions().host();
+        let kept = self.sessions().sandboxes();
+        let left = if only_look {
+            let found = host.found().await?;
+            found
+                .into_iter()
+                .filter(|found| !kept.contains(&found.id))
+                .map(|found| Leftover {
+                    kind: "sandbox".into(),
+                    name: found.id.to_string(),
+                    age_seconds: Some(found.age_seconds),
+                    owner: self.0.tag.to_string(),
+                    removed: false,
+                    error: None,
+                })
+                .collect()
+        } else {
+            host.sweep(&kept).await?.into_iter().map(places::leftover).collect()
+        };
+        Ok(left)
+    }
+
+    /// All Sessions.
+    pub fn sessions(&self) -> &Sessions {
+        &self.0.sessions
+    }
+
+    /// All Images.
+    pub fn images(&self) -> &Arc<Images> {
+        &self.0.images
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Store {
+        &self.0.store
+    }
+
+    /// All settings.
+    pub fn config(&self) -> &Config {
+        &self.0.config
+    }
+
+    /// The App of everybody who has none.
+    pub fn default_app(&self) -> AppId {
+        self.0.app
+    }
+
+    /// The App of that name or id.
+    pub fn app(&self, which: &str) -> Option<AppId> {
+        (which == "default" || which.parse() == Ok(self.0.app)).then_some(self.0.app)
+    }
+
+    /// What root saw when it started.
+    pub fn seen_as_root(&self) -> &[Check] {
+        &self.0.seen
+    }
+
+    /// How long a request waits for its Session to be Active.
+    pub fn start_within(&self) -> Duration {
+        self.0.config.sandbox.start_timeout + Duration::from_secs(10)
+    }
+
+    /// What runs here.
+    pub fn version(&self) -> Version {
+        Version {
+            guest_digest: Some(self.0.guest_digest.clone()),
+            tag: Some(self.0.tag.to_string()),
+            ..version(&self.0.runs_on)
+        }
+    }
+}
+
+/// What this program is.
+pub fn version(runs_on: &str) -> Version {
+    let mark = if cfg!(feature = "fake") { "+fake" } else { "" };
+    Version {
+        version: format!("{}{mark}", env!("CARGO_PKG_VERSION")),
+        guest_generation: proto::GENERATION,
+        guest_digest: None,
+        runs_on: runs_on.to_owned(),
+        tag: None,
+    }
+}
+
+/// The guest agent's file: what `PEPO_GUEST` names, or the one beside this program.
+///
+/// # Errors
+/// There is none.
+pub fn guest_agent(config: &Config) -> anyhow::Result<PathBuf> {
+    let path = &config.guest;
+    anyhow::ensure!(path.is_file(), "the guest agent is not there: {}", path.display());
+    Ok(path.clone())
+}
+
+/// SHA-256 of a file, 64 hex digits.
+///
+/// # Errors
+/// It cannot be read.
+pub fn digest_of(path: &Path) -> std::io::Result<String> {
+    Ok(store::hex(&Sha256::digest(std::fs::read(path)?)))
+}
+
+/// Finds Images for Sessions.
+fn finder(images: &Arc<Images>, vmm: Vmm) -> FindImage {
+    let images = images.clone();
+    Arc::new(move |name: String| {
+        let images = images.clone();
+        Box::pin(async move {
+            #[cfg(feature = "fake")]
+            if vmm == Vmm::Fake {
+                return Ok(fake_files());
+            }
+            let _ = vmm;
+            let looked = tokio::task::spawn_blocking(move || {
+                let image = images.find(&name).map_err(|error| no_image(&name, error))?;
+                let files = images.boot_files(&image).map_err(|error| no_image(&name, error))?;
+                Ok(Files { id: image.id(), kernel: files.kernel, initramfs: files.initramfs, root: files.root })
+            });
+            looked.await.unwrap_or_else(|error| Err(no_image("?", image::Error::Invalid { reason: error.to_string() })))
+        })
+    })
+}
+
+/// An Image that a Session cannot have, with what to do about it.
+fn no_image(name: &str, error: image::Error) -> Error {
+    let hint = match &error {
+        image::Error::Missing { recipe: Some(recipe), .. } => format!("build it: pepo image build {recipe}"),
+        image::Error::Missing { meant: Some(meant), .. } => format!("did you mean `{meant}`?"),
+        image::Error::Missing { .. } => "`pepo image ls` shows those that there are".into(),
+        broken => {
+            tracing::error!(image = name, error = %broken, "an Image cannot be used");
+            broken.to_string()
+        }
+    };
+    Error::NoImage { name: name.chars().take(80).flat_map(char::escape_debug).collect(), hint }
+}
+
+/// What a guest that is a host process boots from: nothing.
+#[cfg(feature = "fake")]
+fn fake_files() -> Files {
+    let path = || pepo_sandbox::StatePath::new("fake").unwrap_or_else(|_| unreachable!("a plain path"));
+    Files { id: uuid::Uuid::nil().into(), kernel: path(), initramfs: path(), root: path() }
+}

@@ -1,2 +1,84 @@
-//! daemon
-fn main() {}
+//! pepod: reads its arguments and settings, then serves or is one of its other modes.
+//!
+//! ```text
+//! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
+//! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
+//! pepod keeper --fd N | jail --fd N | build … | probe                                 its own, by re-execution
+//! ```
+
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use lexopt::ValueExt as _;
+use pepo_daemon::config::{Config, Typed, duration};
+use pepo_daemon::modes::{self, Print};
+use pepo_daemon::serve::{Flags, serve};
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(code) => code,
+        Err(error) => {
+            use std::io::Write as _;
+            let _ = writeln!(std::io::stderr(), "pepod: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run() -> anyhow::Result<ExitCode> {
+    use lexopt::Arg::{Long, Short, Value};
+    let mut words = Vec::new();
+    let (mut fd, mut flags, mut sets) = (None, Flags::default(), Vec::new());
+    let (mut print, mut only_look, mut all) = (Print::Text, false, false);
+    if std::env::args().nth(1).as_deref() == Some("build") {
+        let rest: Vec<String> = std::env::args().skip(2).collect();
+        return Ok(pepo_daemon::image::build::main(&rest));
+    }
+    let mut parser = lexopt::Parser::from_env();
+    while let Some(argument) = parser.next()? {
+        match argument {
+            Long("fd") => fd = Some(parser.value()?.parse()?),
+            Long("ready-fd") => flags.ready_fd = Some(parser.value()?.parse()?),
+            Long("exit-when-idle") => {
+                let idle = duration(&parser.value()?.string()?).map_err(anyhow::Error::msg);
+                flags.exit_when_idle = Some(idle.context("--exit-when-idle")?.max(Duration::from_secs(1)));
+            }
+            Long("set") => {
+                let set = parser.value()?.string()?;
+                let (key, value) = set.split_once('=').context("--set takes section.key=value")?;
+                sets.push((key.to_owned(), value.to_owned()));
+            }
+            Long("json") => print = Print::Json,
+            Long("dry-run") | Short('n') => only_look = true,
+            Long("all") => all = true,
+            Long("version") | Short('V') => words = vec!["version".to_owned()],
+            Value(word) => words.push(word.string()?),
+            other => return Err(other.unexpected().into()),
+        }
+    }
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let fd = || fd.context("--fd is missing");
+    match words[..] {
+        ["keeper"] => return modes::keep(fd()?),
+        ["jail"] => return modes::enter_jail(fd()?),
+        ["probe"] => return modes::probe(),
+        _ => {}
+    }
+    let typed = Typed::from_process(sets);
+    match words[..] {
+        ["config", verb] => return modes::config(&typed, verb, print),
+        ["config"] => return modes::config(&typed, "show", print),
+        _ => {}
+    }
+    let config = Config::read(&typed)?;
+    match words[..] {
+        [] | ["serve"] => serve(config, flags),
+        ["doctor"] => modes::doctor(&config, print),
+        ["sweep"] => modes::sweep(&config, only_look, all, print),
+        ["version"] => modes::print_version(&config, print),
+        _ => anyhow::bail!("`{}` is no mode: serve, doctor, sweep, version, config", words.join(" ")),
+    }
+}

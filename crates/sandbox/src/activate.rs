@@ -138,6 +138,11 @@ pub async fn adopt(host: &Host, id: SandboxId) -> Result<Active, host::Error> {
     Ok(Active { claim: Claim::new(host.clone(), id), plan, keeper, guest: host.guest(id) })
 }
 
+/// How a Sandbox ended that no [`Active`] holds any more (its keeper ended while pepod was away); everything is given back.
+pub async fn gone(host: &Host, id: SandboxId) -> Exit {
+    collect(Claim::new(host.clone(), id), Asked::No).await
+}
+
 impl Active {
     /// Which it is.
     pub fn id(&self) -> SandboxId {

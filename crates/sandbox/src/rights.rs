@@ -81,3 +81,116 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
     Ok(())
 }
+
+/// Forbids for good, to this thread and all later ones, what a server of HTTP and frames never asks of the kernel: another
+/// program, other processes' memory, mounts and namespaces, the kernel's programmable parts, sockets other than Unix ones.
+/// Each is answered EPERM. A deny-list: the process has no rights left to lose, and this takes away the kernel's rarer
+/// entrances from whoever takes it over. Called after [`become_user`], before the first thread.
+///
+/// # Errors
+/// The kernel takes no filter; the process must not go on.
+pub fn forbid_calls() -> io::Result<()> {
+    use std::collections::BTreeMap;
+
+    use seccompiler::{
+        BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter, SeccompRule,
+        TargetArch,
+    };
+
+    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = FORBIDDEN.iter().map(|call| (*call, Vec::new())).collect();
+    let other = |domain: i32| {
+        SeccompCondition::new(0, SeccompCmpArgLen::Dword, SeccompCmpOp::Ne, u64::from(domain.unsigned_abs()))
+            .and_then(|condition| SeccompRule::new(vec![condition]))
+            .map_err(io::Error::other)
+    };
+    rules.insert(libc::SYS_socket, vec![other(libc::AF_UNIX)?]);
+    rules.insert(libc::SYS_socketpair, vec![other(libc::AF_UNIX)?]);
+    let filter =
+        SeccompFilter::new(rules, SeccompAction::Allow, SeccompAction::Errno(libc::EPERM as u32), TargetArch::x86_64)
+            .map_err(io::Error::other)?;
+    let program: BpfProgram = filter.try_into().map_err(io::Error::other)?;
+    seccompiler::apply_filter(&program).map_err(io::Error::other)
+}
+
+/// Calls that [`forbid_calls`] forbids whatever their arguments.
+const FORBIDDEN: &[i64] = &[
+    libc::SYS_execve,
+    libc::SYS_execveat,
+    libc::SYS_ptrace,
+    libc::SYS_process_vm_readv,
+    libc::SYS_process_vm_writev,
+    libc::SYS_process_madvise,
+    libc::SYS_pidfd_getfd,
+    libc::SYS_kcmp,
+    libc::SYS_mount,
+    libc::SYS_umount2,
+    libc::SYS_pivot_root,
+    libc::SYS_chroot,
+    libc::SYS_open_tree,
+    libc::SYS_move_mount,
+    libc::SYS_fsopen,
+    libc::SYS_fsconfig,
+    libc::SYS_fsmount,
+    libc::SYS_fspick,
+    libc::SYS_mount_setattr,
+    libc::SYS_unshare,
+    libc::SYS_setns,
+    libc::SYS_bpf,
+    libc::SYS_perf_event_open,
+    libc::SYS_userfaultfd,
+    libc::SYS_io_uring_setup,
+    libc::SYS_io_uring_enter,
+    libc::SYS_io_uring_register,
+    libc::SYS_keyctl,
+    libc::SYS_add_key,
+    libc::SYS_request_key,
+    libc::SYS_init_module,
+    libc::SYS_finit_module,
+    libc::SYS_delete_module,
+    libc::SYS_kexec_load,
+    libc::SYS_kexec_file_load,
+    libc::SYS_reboot,
+    libc::SYS_swapon,
+    libc::SYS_swapoff,
+    libc::SYS_acct,
+    libc::SYS_quotactl,
+    libc::SYS_settimeofday,
+    libc::SYS_clock_settime,
+    libc::SYS_clock_adjtime,
+    libc::SYS_adjtimex,
+    libc::SYS_iopl,
+    libc::SYS_ioperm,
+    libc::SYS_modify_ldt,
+    libc::SYS_personality,
+    libc::SYS_name_to_handle_at,
+    libc::SYS_open_by_handle_at,
+    libc::SYS_fanotify_init,
+    libc::SYS_vhangup,
+    libc::SYS_syslog,
+    libc::SYS_sethostname,
+    libc::SYS_setdomainname,
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_forbidden_is_refused_and_the_rest_goes_on() {
+        // A filter is a thread's: this one takes it to its grave.
+        std::thread::spawn(|| {
+            rustix::thread::set_no_new_privs(true).expect("no_new_privs");
+            forbid_calls().expect("filter");
+            let refused = std::process::Command::new("/bin/true").spawn().expect_err("execve was allowed");
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+            let refused = std::net::TcpListener::bind("127.0.0.1:0").expect_err("a TCP socket was allowed");
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+            let refused = crate::sys::unshare(libc::CLONE_NEWUTS).expect_err("unshare was allowed");
+            assert_eq!(refused.kind(), io::ErrorKind::PermissionDenied);
+            std::os::unix::net::UnixStream::pair().expect("a Unix socket");
+            std::thread::spawn(|| ()).join().expect("a thread");
+        })
+        .join()
+        .expect("thread");
+    }
+}

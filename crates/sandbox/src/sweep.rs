@@ -60,7 +60,7 @@ pub fn age_seconds(place: &Place, id: SandboxId) -> Option<u64> {
 /// # Errors
 /// The registry or the host's cgroups cannot be read.
 pub fn look() -> std::io::Result<Vec<Leftover>> {
-    stale(Act::Look)
+    stale(Act::Look, None)
 }
 
 /// Gives back what instances that nobody runs have left. Needs root.
@@ -68,14 +68,22 @@ pub fn look() -> std::io::Result<Vec<Leftover>> {
 /// # Errors
 /// As [`look`].
 pub fn sweep_stale() -> std::io::Result<Vec<Leftover>> {
-    stale(Act::Remove)
+    stale(Act::Remove, None)
 }
 
-fn stale(act: Act) -> std::io::Result<Vec<Leftover>> {
+/// As [`sweep_stale`], of the instance with that (canonical) state directory alone.
+///
+/// # Errors
+/// As [`look`].
+pub fn sweep_stale_of(state: &Path) -> std::io::Result<Vec<Leftover>> {
+    stale(Act::Remove, Some(state))
+}
+
+fn stale(act: Act, only: Option<&Path>) -> std::io::Result<Vec<Leftover>> {
     let mut left = Vec::new();
     let cgroups = Hierarchies::detect().map_err(std::io::Error::other)?;
     for (lease, holder) in registry::leases().map_err(std::io::Error::other)? {
-        if holder == Holder::Alive {
+        if holder == Holder::Alive || only.is_some_and(|state| state != lease.state) {
             continue;
         }
         let work = |lease: &Lease| of_lease(lease, cgroups.clone(), act);

@@ -1,0 +1,634 @@
+//! Configuration: what was typed (file, environment, flags) becomes one [`Config`] without an `Option` in it.
+//!
+//! Every setting is a row of [`SETTINGS`]: its default, its reader, its line of help. A later layer replaces an earlier one
+//! whole, and each value remembers where it came from. Read once, by `main`, before anything is bound; nothing else in
+//! this program looks at the environment.
+//!
+//! ```text
+//! default  <  pepo.toml  <  PEPO_<SECTION>_<KEY>  <  flags
+//! ```
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+/// The longest path of `PEPO_HOME` in bytes: a Unix socket's path ends at 107, and ours below it take up to 64.
+pub const HOME_BYTES: usize = 40;
+
+/// Why there is no configuration.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file is there and cannot be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The file is not TOML.
+    #[error("{path} is not valid TOML: {reason}")]
+    Toml {
+        /// The file.
+        path: PathBuf,
+        /// The parser's reason, with the line.
+        reason: String,
+    },
+    /// A key that nobody knows.
+    #[error("unknown setting `{key}` in {origin}{}", nearest.as_ref().map(|n| format!("; did you mean `{n}`?")).unwrap_or_default())]
+    Unknown {
+        /// As written.
+        key: String,
+        /// Where.
+        origin: Origin,
+        /// The known one that is most like it.
+        nearest: Option<String>,
+    },
+    /// A value that cannot be.
+    #[error("{key} = `{value}` in {origin}: {reason}")]
+    Value {
+        /// Which setting.
+        key: String,
+        /// As written.
+        value: String,
+        /// Where.
+        origin: Origin,
+        /// What would be right.
+        reason: String,
+    },
+    /// `PEPO_HOME` cannot be an instance's home.
+    #[error("PEPO_HOME={path}: {reason}")]
+    Home {
+        /// As given.
+        path: PathBuf,
+        /// Why not.
+        reason: String,
+    },
+}
+
+/// Where a value came from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Origin {
+    /// Nobody set it.
+    Default,
+    /// A file.
+    File(PathBuf),
+    /// A variable of the environment.
+    Environment(String),
+    /// The command line.
+    Flag(String),
+}
+
+impl fmt::Display for Origin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Origin::Default => f.write_str("default"),
+            Origin::File(path) => write!(f, "{}", path.display()),
+            Origin::Environment(name) => write!(f, "environment {name}"),
+            Origin::Flag(name) => write!(f, "flag {name}"),
+        }
+    }
+}
+
+/// Where an instance keeps its things.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Places {
+    /// `PEPO_HOME`, where the instance has one.
+    pub home: Option<PathBuf>,
+    /// The configuration file, there or not.
+    pub file: PathBuf,
+    /// What lasts: store, Images, jails.
+    pub state: PathBuf,
+    /// Sockets and other things that end with the host's uptime.
+    pub run: PathBuf,
+}
+
+impl Places {
+    /// The places of the instance that `PEPO_HOME` names, or of the system's.
+    ///
+    /// # Errors
+    /// [`Error::Home`] for a path that is relative, too long, or has a part that a socket's path cannot have.
+    pub fn of(home: Option<PathBuf>) -> Result<Self, Error> {
+        let Some(home) = home else {
+            return Ok(Places {
+                home: None,
+                file: "/etc/pepo/pepo.toml".into(),
+                state: "/var/lib/pepo".into(),
+                run: "/run/pepo".into(),
+            });
+        };
+        let refuse = |reason: String| Error::Home { path: home.clone(), reason };
+        if !home.is_absolute() {
+            return Err(refuse("must be an absolute path".into()));
+        }
+        let bytes = home.as_os_str().len();
+        if bytes > HOME_BYTES {
+            return Err(refuse(format!("{bytes} bytes long; at most {HOME_BYTES}, because of socket paths below it")));
+        }
+        if home.to_str().is_none() {
+            return Err(refuse("must be UTF-8".into()));
+        }
+        Ok(Places { file: home.join("pepo.toml"), state: home.join("state"), run: home.join("run"), home: Some(home) })
+    }
+
+    /// The operator's socket.
+    pub fn operator_socket(&self) -> PathBuf {
+        self.run.join("operator.sock")
+    }
+
+    /// The edge's socket.
+    pub fn edge_socket(&self) -> PathBuf {
+        self.run.join("edge.sock")
+    }
+
+    /// The database.
+    pub fn store(&self) -> PathBuf {
+        self.state.join("store").join("pepo.db")
+    }
+}
+
+/// Which VMM is wanted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum VmmChoice {
+    /// The one this host can run.
+    Auto,
+    /// QEMU's software emulation.
+    Qemu,
+    /// The guest agent as a host process: tests only.
+    #[cfg(feature = "fake")]
+    Fake,
+}
+
+/// What Sandboxes get and how many there may be.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SandboxConfig {
+    /// Which VMM.
+    pub vmm: VmmChoice,
+    /// The Image of a Session that names none.
+    pub image: String,
+    /// Processors of a Session that names none.
+    pub cpus: u32,
+    /// Memory, MiB.
+    pub memory_mib: u32,
+    /// Scratch disk, MiB.
+    pub disk_mib: u32,
+    /// How long a Sandbox stays after the last activity.
+    pub keep_alive: Duration,
+    /// The longest activation.
+    pub lifetime: Duration,
+    /// How many start at once.
+    pub boots: usize,
+    /// How many there may be at once.
+    pub most: usize,
+    /// Memory that all of them may have together, MiB.
+    pub memory_budget_mib: u64,
+    /// How long a start may take, waiting for its turn included.
+    pub start_timeout: Duration,
+    /// How long a guest may be silent.
+    pub silence: Duration,
+    /// How long a guest gets to end its programs and flush when its Sandbox is stopped.
+    pub stop_grace: Duration,
+}
+
+/// All settings, resolved.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// Where the instance is.
+    pub places: Places,
+    /// Sandboxes.
+    pub sandbox: SandboxConfig,
+    /// How long records of what has ended are kept.
+    pub retention: Duration,
+    /// Where the edge listens.
+    pub listen: SocketAddr,
+    /// What is logged (`info`, or directives like `pepo_daemon=debug`).
+    pub log: String,
+    /// The guest agent's file: `PEPO_GUEST`, else the one beside this program.
+    pub guest: PathBuf,
+    shown: BTreeMap<&'static str, (String, Origin)>,
+}
+
+/// One setting.
+struct Setting {
+    key: &'static str,
+    help: &'static str,
+    default: fn() -> String,
+}
+
+const fn row(key: &'static str, help: &'static str, default: fn() -> String) -> Setting {
+    Setting { key, help, default }
+}
+
+/// Every setting, in the order of `config default`. Numbers of the software-emulation column, the only one there is yet.
+const SETTINGS: &[Setting] = &[
+    row("sandbox.vmm", "What runs the guests: auto, qemu.", || "auto".into()),
+    row("sandbox.image", "Image of a Session that names none.", || "base".into()),
+    row("sandbox.cpus", "Processors of a guest.", || "1".into()),
+    row("sandbox.memory", "Memory of a guest (bare number: MiB).", || "512m".into()),
+    row("sandbox.disk", "Scratch disk of a guest; sparse, costs what is written.", || "2g".into()),
+    row("sandbox.keep_alive", "How long a Sandbox stays after the last activity (bare number: seconds).", || {
+        "300s".into()
+    }),
+    row("sandbox.lifetime", "The longest activation.", || "24h".into()),
+    row("sandbox.boots", "Sandboxes that start at once.", || (cores() / 2).max(1).to_string()),
+    row("sandbox.max", "Sandboxes at once.", || "200".into()),
+    row("sandbox.memory_budget", "Memory that all Sandboxes may have together.", || {
+        format!("{}m", host_memory_mib() * 4 / 5)
+    }),
+    row("sandbox.start_timeout", "How long a start may take, its turn included.", || "180s".into()),
+    row("sandbox.silence", "How long a guest may not answer before it counts as dead.", || "60s".into()),
+    row("sandbox.stop_grace", "How long a guest gets to end its programs and flush.", || "3s".into()),
+    row("store.retention", "How long records of what has ended are kept.", || "30d".into()),
+    row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
+    row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
+];
+
+/// Processors this host may use.
+pub fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// Memory of this host in MiB; what a control group leaves of it is the engine's to say.
+fn host_memory_mib() -> u64 {
+    let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let kib = meminfo
+        .lines()
+        .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
+    kib.unwrap_or(1024 * 1024) / 1024
+}
+
+/// What was typed.
+#[derive(Clone, Debug, Default)]
+pub struct Typed {
+    /// The environment, as pairs.
+    pub environment: Vec<(String, String)>,
+    /// `--set section.key=value`, in order.
+    pub flags: Vec<(String, String)>,
+}
+
+impl Typed {
+    /// The process's own environment and these flags.
+    pub fn from_process(flags: Vec<(String, String)>) -> Self {
+        let environment = std::env::vars_os()
+            .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
+            .filter(|(name, _)| name.starts_with("PEPO_"))
+            .collect();
+        Typed { environment, flags }
+    }
+
+    fn variable(&self, name: &str) -> Option<&str> {
+        self.environment
+            .iter()
+            .find(|(n, _)| n == name)
+            .map(|(_, value)| value.as_str())
+            .filter(|value| !value.is_empty())
+    }
+}
+
+impl Config {
+    /// Reads every layer.
+    ///
+    /// # Errors
+    /// The first thing that is wrong, with where it was typed.
+    pub fn read(typed: &Typed) -> Result<Self, Error> {
+        let places = Places::of(typed.variable("PEPO_HOME").map(PathBuf::from))?;
+        let mut raw = Raw::default();
+        raw.file(&places.file)?;
+        raw.environment(typed)?;
+        for (key, value) in &typed.flags {
+            raw.set(key, value.clone(), Origin::Flag(format!("--set {key}")))?;
+        }
+        let beside = || std::env::current_exe().unwrap_or_default().with_file_name("pepo-guest");
+        raw.resolve(places, typed.variable("PEPO_GUEST").map_or_else(beside, PathBuf::from))
+    }
+
+    /// Every setting with its value and origin.
+    pub fn shown(&self) -> impl Iterator<Item = (&'static str, &str, &Origin)> {
+        self.shown.iter().map(|(key, (value, origin))| (*key, value.as_str(), origin))
+    }
+}
+
+/// The file that `config default` prints: every setting, commented out.
+pub fn default_file() -> String {
+    let mut text = String::from("# Pepo's settings and their defaults on this host. A line without its # counts.\n");
+    let mut section = "";
+    for setting in SETTINGS {
+        let (of, key) = setting.key.split_once('.').unwrap_or(("", setting.key));
+        if of != section {
+            section = of;
+            text.push_str(&format!("\n[{of}]\n"));
+        }
+        text.push_str(&format!("# {}\n#{key} = {:?}\n", setting.help, (setting.default)()));
+    }
+    text
+}
+
+/// Values as typed, by setting.
+#[derive(Default)]
+struct Raw(BTreeMap<&'static str, (String, Origin)>);
+
+impl Raw {
+    fn set(&mut self, key: &str, value: String, origin: Origin) -> Result<(), Error> {
+        match SETTINGS.iter().find(|setting| setting.key == key) {
+            Some(setting) => {
+                self.0.insert(setting.key, (value, origin));
+                Ok(())
+            }
+            None => Err(Error::Unknown { key: shorten(key), nearest: nearest(key), origin }),
+        }
+    }
+
+    fn file(&mut self, path: &Path) -> Result<(), Error> {
+        let text = match std::fs::read_to_string(path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
+            Err(source) => return Err(Error::Read { path: path.into(), source }),
+        };
+        let table: toml::Table = text.parse().map_err(|error: toml::de::Error| Error::Toml {
+            path: path.into(),
+            reason: error.to_string().trim_end().into(),
+        })?;
+        for (section, value) in table {
+            let toml::Value::Table(keys) = value else {
+                return Err(Error::Unknown {
+                    nearest: nearest(&section),
+                    key: section,
+                    origin: Origin::File(path.into()),
+                });
+            };
+            for (key, value) in keys {
+                let value = match value {
+                    toml::Value::String(text) => text,
+                    toml::Value::Integer(number) => number.to_string(),
+                    toml::Value::Boolean(flag) => flag.to_string(),
+                    other => {
+                        return Err(Error::Value {
+                            key: format!("{section}.{key}"),
+                            value: shorten(&other.to_string()),
+                            origin: Origin::File(path.into()),
+                            reason: "expected a text or a number".into(),
+                        });
+                    }
+                };
+                self.set(&format!("{section}.{key}"), value, Origin::File(path.into()))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Variables of known sections must be known settings; other `PEPO_` variables belong to somebody else.
+    fn environment(&mut self, typed: &Typed) -> Result<(), Error> {
+        if let Some(vmm) = typed.variable("PEPO_VMM") {
+            self.set("sandbox.vmm", vmm.into(), Origin::Environment("PEPO_VMM".into()))?;
+        }
+        for (name, value) in &typed.environment {
+            let Some(rest) = name.strip_prefix("PEPO_") else { continue };
+            let Some((section, key)) = rest.split_once('_') else { continue };
+            let section = section.to_ascii_lowercase();
+            if SETTINGS.iter().any(|setting| setting.key.split('.').next() == Some(&section)) {
+                self.set(
+                    &format!("{section}.{}", key.to_ascii_lowercase()),
+                    value.clone(),
+                    Origin::Environment(name.clone()),
+                )?;
+            }
+        }
+        Ok(())
+    }
+
+    fn resolve(mut self, places: Places, guest: PathBuf) -> Result<Config, Error> {
+        for setting in SETTINGS {
+            self.0.entry(setting.key).or_insert_with(|| ((setting.default)(), Origin::Default));
+        }
+        let sandbox = SandboxConfig {
+            vmm: self.get("sandbox.vmm", vmm)?,
+            image: self.get("sandbox.image", |text| {
+                if text.is_empty() { Err("must not be empty".into()) } else { Ok(text.into()) }
+            })?,
+            cpus: self.get("sandbox.cpus", |text| number(text, 1, 64))?,
+            memory_mib: self.get("sandbox.memory", |text| size_mib(text).and_then(|mib| fits(mib, 128)))?,
+            disk_mib: self.get("sandbox.disk", |text| size_mib(text).and_then(|mib| fits(mib, 16)))?,
+            keep_alive: self.get("sandbox.keep_alive", duration)?,
+            lifetime: self.get("sandbox.lifetime", |text| duration(text).and_then(positive))?,
+            boots: self.get("sandbox.boots", |text| number(text, 1, 1024))?,
+            most: self.get("sandbox.max", |text| number(text, 1, 16_384))?,
+            memory_budget_mib: self.get("sandbox.memory_budget", size_mib)?,
+            start_timeout: self.get("sandbox.start_timeout", |text| duration(text).and_then(positive))?,
+            silence: self.get("sandbox.silence", |text| duration(text).and_then(positive))?,
+            stop_grace: self.get("sandbox.stop_grace", duration)?,
+        };
+        Ok(Config {
+            sandbox,
+            retention: self.get("store.retention", |text| duration(text).and_then(positive))?,
+            listen: self.get("edge.listen", |text| {
+                text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
+            })?,
+            log: self.get("log.level", |text| Ok::<String, String>(text.into()))?,
+            places,
+            guest,
+            shown: self.0,
+        })
+    }
+
+    fn get<T>(&self, key: &'static str, read: impl Fn(&str) -> Result<T, String>) -> Result<T, Error> {
+        let (value, origin) = self.0.get(key).ok_or_else(|| Error::Unknown {
+            key: key.into(),
+            origin: Origin::Default,
+            nearest: None,
+        })?;
+        read(value).map_err(|reason| Error::Value {
+            key: key.into(),
+            value: shorten(value),
+            origin: origin.clone(),
+            reason,
+        })
+    }
+}
+
+fn nearest(key: &str) -> Option<String> {
+    SETTINGS
+        .iter()
+        .map(|setting| (strsim::jaro_winkler(key, setting.key), setting.key))
+        .filter(|(alike, _)| *alike > 0.75)
+        .max_by(|a, b| a.0.total_cmp(&b.0))
+        .map(|(_, key)| key.into())
+}
+
+fn shorten(text: &str) -> String {
+    text.chars().take(80).flat_map(char::escape_debug).collect()
+}
+
+fn vmm(text: &str) -> Result<VmmChoice, String> {
+    match text {
+        "auto" => Ok(VmmChoice::Auto),
+        "qemu" => Ok(VmmChoice::Qemu),
+        #[cfg(feature = "fake")]
+        "fake" => Ok(VmmChoice::Fake),
+        "firecracker" => Err("this release runs guests with QEMU's software emulation only".into()),
+        _ => Err("expected auto or qemu".into()),
+    }
+}
+
+fn number<T: std::str::FromStr + PartialOrd + fmt::Display>(text: &str, least: T, most: T) -> Result<T, String> {
+    match text.trim().parse::<T>() {
+        Ok(value) if value >= least && value <= most => Ok(value),
+        _ => Err(format!("expected a number from {least} to {most}")),
+    }
+}
+
+fn fits(mib: u64, least: u32) -> Result<u32, String> {
+    u32::try_from(mib).ok().filter(|mib| *mib >= least).ok_or_else(|| format!("must be at least {least} MiB"))
+}
+
+fn positive(duration: Duration) -> Result<Duration, String> {
+    if duration.is_zero() { Err("must not be zero".into()) } else { Ok(duration) }
+}
+
+/// A size in MiB: a bare number, or one with `k`, `m`, `g`, `t` (powers of 1024, any case, `ib` or `b` may follow).
+///
+/// # Errors
+/// What was expected.
+pub fn size_mib(text: &str) -> Result<u64, String> {
+    let wrong = || "expected a size, as 512m or 2G (a bare number is MiB)".to_owned();
+    let text = text.trim().to_ascii_lowercase();
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let number: u64 = text[..digits].parse().map_err(|_| wrong())?;
+    let (up, down) = match &text[digits..] {
+        "" | "m" | "mb" | "mib" => (1, 1),
+        "k" | "kb" | "kib" => (1, 1024),
+        "g" | "gb" | "gib" => (1024, 1),
+        "t" | "tb" | "tib" => (1024 * 1024, 1),
+        _ => return Err(wrong()),
+    };
+    if !number.is_multiple_of(down) {
+        return Err("must be whole MiB".into());
+    }
+    (number / down).checked_mul(up).ok_or_else(wrong)
+}
+
+/// A duration: a bare number is seconds, or one with `s`, `m`, `h`, `d`.
+///
+/// # Errors
+/// What was expected.
+pub fn duration(text: &str) -> Result<Duration, String> {
+    let wrong = || "expected a duration, as 90s, 5m, 1h or 30d (a bare number is seconds)".to_owned();
+    let text = text.trim().to_ascii_lowercase();
+    let digits = text.bytes().take_while(u8::is_ascii_digit).count();
+    let number: u64 = text[..digits].parse().map_err(|_| wrong())?;
+    let seconds = match &text[digits..] {
+        "" | "s" => 1,
+        "m" => 60,
+        "h" => 3600,
+        "d" => 86_400,
+        _ => return Err(wrong()),
+    };
+    // A century is for ever, and leaves room for sums of times.
+    number.checked_mul(seconds).filter(|s| *s <= 100 * 365 * 86_400).map(Duration::from_secs).ok_or_else(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn typed(environment: &[(&str, &str)], flags: &[(&str, &str)]) -> Typed {
+        let own = |pairs: &[(&str, &str)]| pairs.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
+        Typed { environment: own(environment), flags: own(flags) }
+    }
+
+    #[test]
+    fn later_layers_win_and_say_so() {
+        let home = tempfile::tempdir_in("/tmp").expect("directory");
+        std::fs::write(home.path().join("pepo.toml"), "[sandbox]\nmemory = \"1g\"\ncpus = 2\nkeep_alive = 90\n")
+            .expect("file");
+        let path = home.path().to_str().expect("utf-8");
+        let config = Config::read(&typed(
+            &[("PEPO_HOME", path), ("PEPO_SANDBOX_CPUS", "3"), ("PEPO_VMM", "qemu")],
+            &[("sandbox.keep_alive", "2m")],
+        ))
+        .expect("config");
+        assert_eq!(config.sandbox.memory_mib, 1024);
+        assert_eq!(config.sandbox.cpus, 3);
+        assert_eq!(config.sandbox.keep_alive, Duration::from_secs(120));
+        assert_eq!(config.sandbox.vmm, VmmChoice::Qemu);
+        assert_eq!(config.places.state, home.path().join("state"));
+        let origin = |key: &str| config.shown().find(|(k, ..)| *k == key).map(|(_, _, origin)| origin.clone());
+        assert!(matches!(origin("sandbox.memory"), Some(Origin::File(_))));
+        assert_eq!(origin("sandbox.cpus"), Some(Origin::Environment("PEPO_SANDBOX_CPUS".into())));
+        assert!(matches!(origin("sandbox.keep_alive"), Some(Origin::Flag(_))));
+        assert_eq!(origin("sandbox.disk"), Some(Origin::Default));
+    }
+
+    #[test]
+    fn an_unknown_key_names_the_nearest() {
+        let home = tempfile::tempdir_in("/tmp").expect("directory");
+        let path = home.path().to_str().expect("utf-8");
+        std::fs::write(home.path().join("pepo.toml"), "[sandbox]\nmemroy = 1\n").expect("file");
+        let error = Config::read(&typed(&[("PEPO_HOME", path)], &[])).expect_err("refused").to_string();
+        assert!(error.contains("sandbox.memroy") && error.contains("did you mean `sandbox.memory`"), "{error}");
+        std::fs::remove_file(home.path().join("pepo.toml")).expect("remove");
+        let error = Config::read(&typed(&[("PEPO_HOME", path), ("PEPO_SANDBOX_CPU", "1")], &[]))
+            .expect_err("refused")
+            .to_string();
+        assert!(error.contains("PEPO_SANDBOX_CPU") && error.contains("sandbox.cpus"), "{error}");
+        assert!(Config::read(&typed(&[("PEPO_HOME", path), ("PEPO_URL", "x"), ("PEPO_API_KEY", "y")], &[])).is_ok());
+    }
+
+    #[test]
+    fn a_bad_value_names_its_place() {
+        let error = Config::read(&typed(&[("PEPO_SANDBOX_MEMORY", "lots")], &[])).expect_err("refused").to_string();
+        assert!(
+            error.contains("sandbox.memory") && error.contains("PEPO_SANDBOX_MEMORY") && error.contains("512m"),
+            "{error}"
+        );
+        let error = Config::read(&typed(&[("PEPO_VMM", "firecracker")], &[])).expect_err("refused").to_string();
+        assert!(error.contains("software emulation"), "{error}");
+    }
+
+    #[test]
+    fn a_home_has_its_bounds() {
+        assert!(Places::of(Some("relative".into())).is_err());
+        assert!(Places::of(Some(format!("/{}", "a".repeat(40)).into())).is_err());
+        assert!(Places::of(Some(format!("/{}", "a".repeat(39)).into())).is_ok());
+    }
+
+    #[test]
+    fn defaults_are_valid_and_the_default_file_is_toml() {
+        let config = Config::read(&typed(&[], &[])).expect("defaults");
+        assert_eq!((config.sandbox.cpus, config.sandbox.memory_mib, config.sandbox.disk_mib), (1, 512, 2048));
+        let live: String = default_file()
+            .lines()
+            .map(|line| format!("{}\n", line.strip_prefix('#').filter(|l| !l.starts_with(' ')).unwrap_or(line)))
+            .collect();
+        let table: toml::Table = live.parse().expect("toml");
+        assert!(table.contains_key("sandbox") && table.contains_key("edge"));
+    }
+
+    #[test]
+    fn sizes_and_durations() {
+        for (text, mib) in [("512", 512), ("512m", 512), ("2G", 2048), ("1gib", 1024), ("2048k", 2), ("1T", 1_048_576)]
+        {
+            assert_eq!(size_mib(text), Ok(mib), "{text}");
+        }
+        for text in ["", "m", "1.5g", "-1", "12q", "1k", "99999999999999999999", "99999999999999t"] {
+            assert!(size_mib(text).is_err(), "{text}");
+        }
+        for (text, seconds) in [("0", 0), ("90", 90), ("90s", 90), ("5m", 300), ("1h", 3600), ("30d", 2_592_000)] {
+            assert_eq!(duration(text), Ok(Duration::from_secs(seconds)), "{text}");
+        }
+        for text in ["", "s", "1w", "99999999999999999d", "1.5s"] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn no_text_panics(text in "\\PC{0,24}") {
+            let _ = size_mib(&text);
+            let _ = duration(&text);
+        }
+    }
+}

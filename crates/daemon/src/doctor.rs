@@ -1,0 +1,261 @@
+//! What is well and what is wrong on this host, as findings with what to do about each.
+//!
+//! Two vantage points: [`root`] sees what takes rights and is looked at once, before pepod gives its rights up; [`anybody`]
+//! is looked at again each time. `pepod doctor` without a daemon does both.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use pepo_api::{Check, SandboxId, Severity};
+use pepo_sandbox::cgroup::Hierarchies;
+use pepo_sandbox::registry;
+use pepo_sandbox::vmm::{closure, probe};
+
+use crate::accounts;
+use crate::config::{Config, VmmChoice};
+
+/// Descriptors that a hundred Sandboxes with their callers need.
+const NOFILE: u64 = 4096;
+
+/// Free room below which the first full scratch disk is the end, MiB.
+const ROOM_MIB: u64 = 4096;
+
+fn check(name: &str, severity: Severity, found: impl Into<String>) -> Check {
+    Check { name: name.into(), severity, found: found.into(), fix: None }
+}
+
+fn wrong(name: &str, severity: Severity, found: impl Into<String>, fix: impl Into<String>) -> Check {
+    Check { fix: Some(fix.into()), ..check(name, severity, found) }
+}
+
+/// What takes rights to see.
+pub fn root(config: &Config, virtualization: &str) -> Vec<Check> {
+    let mut checks = vec![rights()];
+    checks.extend(vmm(config, virtualization));
+    checks.push(cgroups());
+    checks.push(uids());
+    checks
+}
+
+fn rights() -> Check {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask =
+        status.lines().find_map(|line| line.strip_prefix("CapEff:")).map(str::trim).unwrap_or_default().to_owned();
+    let held = u64::from_str_radix(&mask, 16).unwrap_or_default();
+    let missing = pepo_sandbox::rights::HOST.bits() & !held;
+    if rustix::process::geteuid().is_root() && missing == 0 {
+        check("rights", Severity::Ok, "root, with every capability that the privileged side keeps")
+    } else if rustix::process::geteuid().is_root() {
+        wrong(
+            "rights",
+            Severity::Error,
+            format!("root, but capabilities are missing (mask {missing:016x})"),
+            "start pepod outside of this container, or give it the capabilities listed in SECURITY.md",
+        )
+    } else {
+        wrong("rights", Severity::Error, "not root: Sandboxes cannot be started", "sudo pepo up")
+    }
+}
+
+fn vmm(config: &Config, virtualization: &str) -> Vec<Check> {
+    #[cfg(feature = "fake")]
+    if config.sandbox.vmm == VmmChoice::Fake {
+        return vec![check("vmm", Severity::Error, "a test build that runs guests as host processes")];
+    }
+    let mut checks = vec![check("virtualization", Severity::Info, virtualization)];
+    let mut boundary = check(
+        "boundary",
+        Severity::Warning,
+        "guests run in software emulation, which its authors do not call a security boundary: the jail around it is what holds",
+    );
+    boundary.fix = Some("for code that you have reason to fear, use a host of its own".into());
+    let sources = closure::Sources::default();
+    checks.push(match closure::prepare(&config.places.state, &sources) {
+        Ok(programs) => {
+            let short = |digest: &str| digest.chars().take(12).collect::<String>();
+            let found = format!(
+                "qemu {} with its closure {}, stream device with its closure {}",
+                qemu_version(),
+                short(&programs.qemu.digest),
+                short(&programs.vsock_device.digest)
+            );
+            check("vmm", Severity::Ok, found)
+        }
+        Err(error) => wrong(
+            "vmm",
+            Severity::Error,
+            chain(&error),
+            "apt install qemu-system-x86; `make install` brings vhost-device-vsock",
+        ),
+    });
+    let _ = matches!(config.sandbox.vmm, VmmChoice::Auto);
+    checks.push(boundary);
+    checks
+}
+
+fn qemu_version() -> String {
+    let asked = std::process::Command::new("/usr/bin/qemu-system-x86_64").arg("--version").env_clear().output();
+    let text = asked.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+    text.split_whitespace().nth(3).unwrap_or("of unknown version").to_owned()
+}
+
+fn cgroups() -> Check {
+    match Hierarchies::detect() {
+        Ok(found) if found.swap_is_capped() => {
+            check("cgroup", Severity::Ok, format!("{}: cpu, memory and pids can be capped", found.describe()))
+        }
+        Ok(found) => wrong(
+            "cgroup",
+            Severity::Warning,
+            format!("{}: without swap accounting a guest's memory can go to swap", found.describe()),
+            "swapoff -a, or boot with swapaccount=1",
+        ),
+        Err(error) => {
+            wrong("cgroup", Severity::Error, chain(&error), "mount cgroup v2, or hand the controllers down to pepod")
+        }
+    }
+}
+
+fn uids() -> Check {
+    match registry::leases() {
+        Ok(leases) => {
+            let alive = leases.iter().filter(|(_, holder)| *holder == registry::Holder::Alive).count();
+            check("uid_range", Severity::Ok, format!("{alive} instances hold a block of uids on this host"))
+        }
+        Err(error) => wrong("uid_range", Severity::Error, chain(&error), "look at /run/pepo/instances"),
+    }
+}
+
+/// What everybody can see, and what changes.
+pub fn anybody(config: &Config) -> Vec<Check> {
+    let mut checks = Vec::new();
+    if cfg!(feature = "fake") {
+        checks.push(wrong(
+            "build",
+            Severity::Error,
+            "a test build: it can run guests as host processes",
+            "install a release",
+        ));
+    }
+    for name in [accounts::PEPO, accounts::EDGE] {
+        checks.push(match accounts::find(name) {
+            Ok(Some(account)) => check("user", Severity::Ok, format!("{name} is uid {}", account.uid)),
+            Ok(None) => wrong(
+                "user",
+                Severity::Warning,
+                format!("the system user {name} does not exist"),
+                "`pepo up` as root makes it",
+            ),
+            Err(error) => wrong("user", Severity::Error, chain(&error), "look at /etc/passwd"),
+        });
+    }
+    checks.push(agent(config));
+    checks.push(room(&config.places.state));
+    checks.push(nofile());
+    checks.push(tools());
+    checks
+}
+
+fn agent(config: &Config) -> Check {
+    match crate::guest_agent(config) {
+        Ok(path) => match crate::digest_of(&path) {
+            Ok(digest) => check("guest_agent", Severity::Ok, format!("{} sha256:{digest}", path.display())),
+            Err(error) => wrong(
+                "guest_agent",
+                Severity::Error,
+                format!("{}: {error}", path.display()),
+                "install pepo-guest beside pepod",
+            ),
+        },
+        Err(error) => wrong(
+            "guest_agent",
+            Severity::Error,
+            error.to_string(),
+            "install pepo-guest beside pepod, or set PEPO_GUEST",
+        ),
+    }
+}
+
+fn room(state: &Path) -> Check {
+    // The directory may not be there yet: the nearest one above tells the same disk.
+    let there = state.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    match rustix::fs::statvfs(there) {
+        Ok(stat) => {
+            let free_mib = stat.f_bavail.saturating_mul(stat.f_frsize) >> 20;
+            let found = format!("{free_mib} MiB free for {}", state.display());
+            if free_mib < ROOM_MIB {
+                let fix = format!(
+                    "make room: an Image takes about 600 MiB, a scratch disk up to its size; {ROOM_MIB} MiB are advised"
+                );
+                wrong("disk", Severity::Warning, found, fix)
+            } else {
+                check("disk", Severity::Ok, found)
+            }
+        }
+        Err(error) => wrong("disk", Severity::Error, format!("{}: {error}", there.display()), "look at the disk"),
+    }
+}
+
+fn nofile() -> Check {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    match limit.maximum {
+        Some(most) if most < NOFILE => wrong(
+            "nofile",
+            Severity::Warning,
+            format!("at most {most} open files: fewer Sandboxes and callers at once"),
+            format!("raise the hard limit to {NOFILE} (ulimit -Hn, or LimitNOFILE= in the unit)"),
+        ),
+        Some(most) => check("nofile", Severity::Ok, format!("up to {most} open files")),
+        None => check("nofile", Severity::Ok, "no limit on open files"),
+    }
+}
+
+fn tools() -> Check {
+    let missing: Vec<_> = [("mmdebstrap", "mmdebstrap"), ("mkfs.erofs", "erofs-utils"), ("mkfs.ext4", "e2fsprogs")]
+        .into_iter()
+        .filter(|(program, _)| {
+            !["/usr/bin", "/usr/sbin", "/bin", "/sbin", "/usr/local/bin"]
+                .iter()
+                .any(|dir| Path::new(dir).join(program).exists())
+        })
+        .collect();
+    if missing.is_empty() {
+        return check("tools", Severity::Ok, "mmdebstrap, mkfs.erofs and mkfs.ext4 are there");
+    }
+    let names: Vec<_> = missing.iter().map(|(program, _)| *program).collect();
+    let packages: Vec<_> = missing.iter().map(|(_, package)| *package).collect();
+    wrong(
+        "tools",
+        Severity::Warning,
+        format!("missing: {}", names.join(", ")),
+        format!("apt install {}", packages.join(" ")),
+    )
+}
+
+/// Sandboxes that have not given everything back.
+pub fn debts(owed: &BTreeMap<SandboxId, String>) -> Check {
+    if owed.is_empty() {
+        return check("leftovers", Severity::Ok, "no ended Sandbox holds anything");
+    }
+    let list: Vec<_> = owed.iter().map(|(id, what)| format!("{id}: {what}")).collect();
+    wrong("leftovers", Severity::Warning, list.join("; "), "pepod goes on trying; `pepo sweep` tries now")
+}
+
+/// Whether hardware virtualization really works here, as one line. Runs a guest of a few instructions.
+pub fn virtualization() -> String {
+    match probe::hardware() {
+        probe::Hardware::Usable => "hardware virtualization works here, and this release does not use it".into(),
+        probe::Hardware::Unusable(why) => why,
+    }
+}
+
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(deeper) = source {
+        text.push_str(": ");
+        text.push_str(&deeper.to_string());
+        source = deeper.source();
+    }
+    text
+}

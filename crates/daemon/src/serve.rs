@@ -1,0 +1,119 @@
+//! `pepod serve`: everything that happens as root and with one thread, in order, until the process is two.
+
+use std::os::fd::RawFd;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use pepo_sandbox::host::{HostConfig, Split, split};
+use pepo_sandbox::{rights, sys};
+
+use crate::accounts::{self, Account};
+use crate::config::Config;
+use crate::{Begun, Pepod, doctor, modes, places};
+
+/// Where `mkfs.ext4` is.
+const MKFS: [&str; 3] = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4", "/usr/bin/mkfs.ext4"];
+
+/// What the command line says of serving.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Flags {
+    /// `--ready-fd`.
+    pub ready_fd: Option<RawFd>,
+    /// `--exit-when-idle`.
+    pub exit_when_idle: Option<Duration>,
+}
+
+/// Serves; returns when it is over.
+///
+/// # Errors
+/// Whatever is not as it must be.
+pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
+    log(&config.log)?;
+    // A pipe that nobody reads must not end us, and a name in `ps` must be ours.
+    rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
+    let root = rustix::process::geteuid().is_root();
+    let fake = is_fake(&config);
+    anyhow::ensure!(root || fake, "pepod must be started as root: sudo pepo up");
+    let (pepo, edge) = users(root)?;
+    let instance = places::prepare(&config.places, pepo).context("the instance cannot be taken")?;
+    let virtualization = if fake { "tests".to_owned() } else { modes::probed() };
+    let seen = doctor::root(&config, &virtualization);
+    let operator = places::bind(&config.places.operator_socket(), root.then_some(pepo.gid))?;
+    let edge_socket = places::bind(&config.places.edge_socket(), root.then_some(edge.gid))?;
+    let ready = match flags.ready_fd {
+        Some(fd) => Some(sys::inherited(fd).with_context(|| format!("descriptor {fd} is not open"))?),
+        None => None,
+    };
+    if let Some(ready) = &ready {
+        rustix::io::fcntl_setfd(ready, rustix::io::FdFlags::CLOEXEC)?;
+    }
+    let tag = instance.tag();
+    let mkfs = MKFS.iter().map(PathBuf::from).find(|path| path.exists()).unwrap_or_else(|| MKFS[0].into());
+    let places = config.places.clone();
+    match split().context("cannot split")? {
+        Split::Host { socket, daemon } => {
+            drop((operator, edge_socket, ready));
+            let host = HostConfig { instance, daemon, daemon_uid: pepo.uid, vsock_device: None, qemu: None, mkfs };
+            let ended = pepo_sandbox::host::run(socket, host);
+            places::unbind(&places);
+            Ok(ExitCode::from(ended.context("the privileged side failed")?))
+        }
+        Split::Daemon { socket } => {
+            // The lock belongs to the privileged side: closing our copy of it leaves that one.
+            drop(instance);
+            rights::become_user(pepo.uid, pepo.gid).context("cannot give rights up")?;
+            rights::forbid_calls().context("cannot forbid calls")?;
+            rustix::thread::set_name(c"pepod")?;
+            let begun = Begun {
+                config,
+                tag,
+                operator,
+                edge: edge_socket,
+                edge_uid: root.then_some(edge.uid),
+                host: socket,
+                seen,
+                runs_on: modes::runs_on(&virtualization),
+                ready,
+                exit_when_idle: flags.exit_when_idle,
+            };
+            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("pepod").build()?;
+            let code = runtime.block_on(Pepod::run(begun));
+            // Requests and drivers that are still at work end here; what they hold on the host is the next one's to find.
+            runtime.shutdown_timeout(Duration::from_millis(200));
+            Ok(ExitCode::from(code?))
+        }
+    }
+}
+
+#[cfg(feature = "fake")]
+fn is_fake(config: &Config) -> bool {
+    config.sandbox.vmm == crate::config::VmmChoice::Fake
+}
+
+#[cfg(not(feature = "fake"))]
+fn is_fake(_: &Config) -> bool {
+    false
+}
+
+/// Ours and the edge's. Without root both are whoever we are.
+fn users(root: bool) -> anyhow::Result<(Account, Account)> {
+    if root {
+        return Ok((accounts::ensure(accounts::PEPO)?, accounts::ensure(accounts::EDGE)?));
+    }
+    let ours = Account { uid: rustix::process::getuid().as_raw(), gid: rustix::process::getgid().as_raw() };
+    Ok((ours, ours))
+}
+
+fn log(directives: &str) -> anyhow::Result<()> {
+    let filter = tracing_subscriber::EnvFilter::try_new(directives)
+        .with_context(|| format!("log.level = `{directives}` is not understood"))?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_ansi(false)
+        .with_target(false)
+        .with_writer(std::io::stderr)
+        .init();
+    Ok(())
+}

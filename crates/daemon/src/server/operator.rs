@@ -1,0 +1,90 @@
+//! Routes of the operator and of the edge: what runs here, how it is set, what is wrong with the host, and the end of it.
+
+use axum::extract::State;
+use axum::response::{IntoResponse, Response};
+use http::StatusCode;
+use pepo_api::{ConfigShown, DoctorReport, EdgeKey, EdgeState, ErrorCode, Health, SweepReport, SweepRequest, route};
+
+use super::{Call, Json, Problem, Routes};
+use crate::session::Error;
+use crate::{Pepod, Stop};
+
+pub(super) fn register(routes: &mut Routes) {
+    routes.route(&route::version, version);
+    routes.route(&route::config_show, config);
+    routes.route(&route::doctor, doctor);
+    routes.route(&route::sweep, sweep);
+    routes.route(&route::down, down);
+    routes.route(&route::edge_state, edge_state);
+    routes.route(&route::healthz, healthz);
+    routes.route(&route::readyz, readyz);
+}
+
+async fn version(State(pepod): State<Pepod>, call: Call) -> Response {
+    let mut version = pepod.version();
+    if !matches!(call.caller, super::Caller::Operator { .. }) {
+        version.tag = None;
+    }
+    axum::Json(version).into_response()
+}
+
+async fn config(State(pepod): State<Pepod>) -> Response {
+    axum::Json(shown(pepod.config())).into_response()
+}
+
+/// Every setting as the API shows it.
+pub fn shown(config: &crate::config::Config) -> ConfigShown {
+    let settings = config
+        .shown()
+        .map(|(key, value, origin)| (key.to_owned(), (serde_json::Value::String(value.to_owned()), origin.to_string())))
+        .collect();
+    ConfigShown { settings }
+}
+
+async fn doctor(State(pepod): State<Pepod>) -> Response {
+    let mut checks = pepod.seen_as_root().to_vec();
+    let looking = {
+        let config = pepod.config().clone();
+        tokio::task::spawn_blocking(move || crate::doctor::anybody(&config))
+    };
+    checks.extend(looking.await.unwrap_or_default());
+    checks.push(crate::doctor::debts(&pepod.sessions().owed()));
+    axum::Json(DoctorReport { checks }).into_response()
+}
+
+async fn sweep(State(pepod): State<Pepod>, Json(body): Json<SweepRequest>) -> Result<Response, Problem> {
+    if body.all {
+        // Other instances' leftovers are root's to remove, and pepod holds none of their leases.
+        return Err(Problem::from(
+            pepo_api::Error::new(ErrorCode::Unsupported, "a running pepod sweeps its own instance only")
+                .param("all")
+                .hint("run `pepod sweep --all` as root"),
+        ));
+    }
+    let leftovers = pepod.sweep(body.dry_run).await.map_err(Error::from)?;
+    Ok(axum::Json(SweepReport { leftovers }).into_response())
+}
+
+/// Answered when every Sandbox has ended; pepod ends after that.
+async fn down(State(pepod): State<Pepod>) -> Response {
+    pepod.stop(Stop::Drain);
+    pepod.drained().await;
+    StatusCode::NO_CONTENT.into_response()
+}
+
+async fn edge_state(State(pepod): State<Pepod>) -> Result<Response, Problem> {
+    let (generation, keys) = pepod.store().edge_state().await.map_err(Error::from)?;
+    let keys = keys.into_iter().map(|key| EdgeKey { id: key.id, app_id: key.app, sha256: key.sha256 }).collect();
+    Ok(axum::Json(EdgeState { generation, keys }).into_response())
+}
+
+async fn healthz() -> Response {
+    axum::Json(Health { status: "ok".into() }).into_response()
+}
+
+async fn readyz(State(pepod): State<Pepod>) -> Result<Response, Problem> {
+    if pepod.sessions().is_draining() {
+        return Err(Problem::new(ErrorCode::Unavailable, "pepod is stopping"));
+    }
+    Ok(axum::Json(Health { status: "ok".into() }).into_response())
+}

@@ -1,0 +1,636 @@
+//! The one task that owns a Session's Sandbox: it turns what happens into events, asks `state.rs` what follows, and does it.
+//!
+//! Writes every change to the store before it is published, except those that say that something has begun to be undone.
+//! Decides by this priority, when several things are there at once:
+//!
+//! ```text
+//! 1 terminate    its own channel: nothing can stand before it in a queue
+//! 2 work         a boot that came to its end, a Sandbox that ended, a stop path that is through
+//! 3 silence      the guest has not answered for too long
+//! 4 asks         release, update, console, usage
+//! 5 deadlines    expiry, lifetime, keep-alive
+//! 6 activity     only moves the deadline of 5
+//! ```
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use jiff::Timestamp;
+use pepo_api::{Ended, Reason};
+use pepo_sandbox::proto::{Activate, Variable};
+use pepo_sandbox::{Active, Exit, Plan};
+use tokio::sync::{mpsc, watch};
+use tokio::task::JoinHandle;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::AbortOnDropHandle;
+
+use super::state::{self, Cause, Effect, Event, State, Tenure};
+use super::{Ask, Error, Files, Published, Session, Sessions, Update, activity, ended, sandbox_id};
+use crate::capacity::Place;
+use crate::store::{SandboxRow, Write};
+
+/// How often a guest is asked whether it is there.
+const BEAT: Duration = Duration::from_secs(5);
+
+/// Fresh bytes for a guest's random generator.
+const ENTROPY: usize = 256;
+
+/// The next look at a deadline comes no later than this, whatever the clock does.
+const LOOK: Duration = Duration::from_secs(60);
+
+/// A deadline in the store may lag behind by this much; less is not worth a write.
+const COARSE: i64 = 2_000;
+
+/// How a driver begins.
+#[derive(Debug)]
+pub(super) enum Start {
+    /// With nothing: a Sandbox of this Image is to be made.
+    New(Files),
+    /// With a Sandbox that an earlier life of this daemon made.
+    Adopted(Box<Active>, Tenure),
+    /// With a Sandbox that is gone already.
+    Gone(Tenure, Cause),
+}
+
+/// What is under way.
+enum Work {
+    Nothing,
+    Booting { task: JoinHandle<Result<Active, Cause>>, cancel: CancellationToken },
+    Serving { active: Active, silence: AbortOnDropHandle<()> },
+    Stopping(JoinHandle<Exit>),
+}
+
+struct Driver {
+    sessions: Sessions,
+    session: Session,
+    asks: mpsc::Receiver<Ask>,
+    terminate: watch::Receiver<Option<Cause>>,
+    activity: watch::Receiver<activity::Activity>,
+    files: Option<Files>,
+    work: Work,
+    /// Events that effects brought about.
+    pending: std::collections::VecDeque<Event>,
+    place: Option<Place>,
+    keep_stored: Option<Timestamp>,
+}
+
+/// Starts the task.
+pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<Ask>, place: Place, start: Start) {
+    let driver = Driver {
+        terminate: session.0.terminate.subscribe(),
+        activity: session.0.activity.subscribe(),
+        sessions,
+        session,
+        asks,
+        files: None,
+        work: Work::Nothing,
+        pending: Default::default(),
+        place: Some(place),
+        keep_stored: None,
+    };
+    tokio::spawn(driver.run(start));
+}
+
+impl Driver {
+    async fn run(mut self, start: Start) {
+        match start {
+            Start::New(files) => {
+                self.files = Some(files);
+                match self.sessions.0.host.new_id() {
+                    Ok(id) => {
+                        let activation = self.session.now().activation + 1;
+                        self.pending.push_back(Event::Begin(Tenure { sandbox: sandbox_id(id), activation }));
+                    }
+                    Err(error) => {
+                        self.pending.push_back(Event::Failed(Cause::told(Reason::SetupFailed, error.to_string())))
+                    }
+                }
+            }
+            Start::Adopted(active, tenure) => {
+                let guest = active.guest().clone();
+                self.serve(*active);
+                self.publish(|now| {
+                    now.state = State::Active(tenure);
+                    now.guest = Some(guest);
+                })
+                .await;
+            }
+            Start::Gone(tenure, cause) => {
+                self.publish(|now| now.state = State::Active(tenure)).await;
+                self.pending.extend([Event::SandboxEnded(cause), Event::Stopped]);
+            }
+        }
+        loop {
+            let event = match self.pending.pop_front() {
+                Some(event) => event,
+                None => self.happens().await,
+            };
+            let before = self.session.now().state;
+            let (state, effects) = state::step(before.clone(), event);
+            if state != before {
+                self.moved(state).await;
+            }
+            for effect in effects {
+                self.act(effect).await;
+            }
+            if self.session.now().ended.is_some() {
+                break;
+            }
+        }
+        drop(self.place.take());
+        self.sessions.leave(self.session.id());
+    }
+
+    /// The next thing that happens. Requests that only look are answered here.
+    async fn happens(&mut self) -> Event {
+        loop {
+            let deadline = self.deadline();
+            let wait = deadline.as_ref().map_or(LOOK, |(at, _)| until(*at)).min(LOOK);
+            let may_end = self.session.now().state.cause().is_none();
+            let terminate = &mut self.terminate;
+            let given = async move { terminate.wait_for(Option::is_some).await.ok().and_then(|given| given.clone()) };
+            let woken = tokio::select! {
+                biased;
+                given = given, if may_end => Woken::Terminate(given.unwrap_or_else(|| Cause::plain(Reason::Unknown))),
+                progress = progress(&mut self.work) => Woken::Work(progress),
+                ask = self.asks.recv() => Woken::Asked(ask),
+                () = tokio::time::sleep(wait) => Woken::Time,
+                _ = self.activity.changed() => Woken::Activity,
+            };
+            match woken {
+                Woken::Terminate(cause) => return Event::Terminate(cause),
+                Woken::Work(progress) => {
+                    if let Some(event) = self.progressed(progress).await {
+                        return event;
+                    }
+                }
+                Woken::Asked(Some(Ask::Release)) => return Event::Release,
+                Woken::Asked(Some(Ask::Update(update, answer))) => {
+                    let done = self.update(*update).await;
+                    // Whoever asked may have gone.
+                    let _ = answer.send(done);
+                }
+                Woken::Asked(Some(Ask::Console(answer))) => {
+                    self.look(answer, |view| async move {
+                        let console = view.console().await?;
+                        let end = console.before + console.bytes.len() as u64;
+                        Ok((console.bytes, end))
+                    });
+                }
+                Woken::Asked(Some(Ask::Usage(answer))) => {
+                    self.look(answer, |view| async move { Ok(view.usage().await?) })
+                }
+                Woken::Asked(None) => return Event::Terminate(Cause::plain(Reason::Unknown)),
+                Woken::Time => match deadline {
+                    Some((at, event)) if at <= Timestamp::now() => return event,
+                    _ => {}
+                },
+                Woken::Activity => self.quieted().await,
+            }
+        }
+    }
+
+    /// What the work that came to something means.
+    async fn progressed(&mut self, progress: Progress) -> Option<Event> {
+        match progress {
+            Progress::Booted(Ok(active)) => {
+                self.serve(active);
+                Some(Event::Activated)
+            }
+            Progress::Booted(Err(cause)) => {
+                self.work = Work::Nothing;
+                Some(Event::Failed(cause))
+            }
+            Progress::Ended => {
+                self.stop(Duration::ZERO).await;
+                None
+            }
+            Progress::Silent => {
+                let seconds = self.sessions.0.config.silence.as_secs();
+                Some(Event::SandboxEnded(Cause::told(
+                    Reason::GuestSilent,
+                    format!("the guest did not answer for {seconds} s"),
+                )))
+            }
+            Progress::Stopped(exit) => {
+                self.work = Work::Nothing;
+                self.settle(&exit).await;
+                // Nobody asked for this end: how it came about is the Session's reason.
+                if self.session.now().state.cause().is_none() {
+                    self.pending.push_back(Event::Stopped);
+                    return Some(Event::SandboxEnded(cause_of(&exit)));
+                }
+                Some(Event::Stopped)
+            }
+        }
+    }
+
+    /// The next deadline, and what it brings.
+    fn deadline(&self) -> Option<(Timestamp, Event)> {
+        let now = self.session.now();
+        if now.state.cause().is_some() {
+            return None;
+        }
+        let expiry = now.expires_at.map(|at| (at, Event::Terminate(Cause::plain(Reason::Expired))));
+        let State::Active(_) = now.state else { return expiry };
+        let lifetime =
+            now.active_at.and_then(|at| after(at, self.sessions.0.config.lifetime)).map(|at| (at, Event::Lifetime));
+        let idle = self.keep_until().map(|at| (at, Event::Idle));
+        [expiry, lifetime, idle].into_iter().flatten().min_by_key(|(at, _)| *at)
+    }
+
+    fn keep_until(&self) -> Option<Timestamp> {
+        let keep_alive = Duration::from_secs(self.session.now().spec.keep_alive_seconds);
+        self.session.0.activity.borrow().keep_until(keep_alive)
+    }
+
+    /// Something began or ended to use it: the keep-alive's deadline is durable, its second is not.
+    async fn quieted(&mut self) {
+        let keep = self.keep_until();
+        self.session.0.published.send_if_modified(|now| {
+            now.keep_until = keep;
+            false
+        });
+        let moved = match (self.keep_stored, keep) {
+            (Some(stored), Some(now)) => (now.as_millisecond() - stored.as_millisecond()).abs() > COARSE,
+            (None, None) => false,
+            // In use: what is stored is in the past by the time it matters, and adoption adds to it.
+            (_, None) => false,
+            (None, Some(_)) => true,
+        };
+        if moved && matches!(self.session.now().state, State::Active(_)) {
+            self.keep_stored = keep;
+            self.sessions.0.store.write_later(Write::Session(Box::new(self.session.row()))).await;
+        }
+    }
+
+    /// Publishes a change, once the store has it.
+    async fn publish(&mut self, change: impl FnOnce(&mut Published)) {
+        let mut next = self.session.now();
+        change(&mut next);
+        next.generation += 1;
+        let row = crate::store::SessionRow {
+            spec: (*next.spec).clone(),
+            state: next.state.word(),
+            generation: next.generation,
+            activation: next.activation,
+            active_at: next.active_at,
+            expires_at: next.expires_at,
+            keep_until: next.keep_until,
+            ended: next.ended.clone(),
+            ..self.session.row()
+        };
+        if let Err(error) = self.sessions.0.store.write(Write::Session(Box::new(row))).await {
+            // The daemon is about to end for this reason; what is published is the truth all the same.
+            tracing::error!(session = %self.session.id(), %error, "state could not be recorded");
+        }
+        self.session.0.published.send_replace(next);
+    }
+
+    async fn moved(&mut self, state: State) {
+        let now = Timestamp::now();
+        tracing::info!(session = %self.session.id(), state = ?state.word(), reason = ?state.cause().map(|c| c.reason), "moved");
+        let end: Option<Ended> = match &state {
+            State::Terminated(cause) => Some(ended(cause, now)),
+            _ => None,
+        };
+        if let Some(end) = &end {
+            self.session.commands().sandbox_ended(end);
+        }
+        let guest = match (&state, &self.work) {
+            (State::Active(_), Work::Serving { active, .. }) => Some(active.guest().clone()),
+            _ => None,
+        };
+        if guest.is_some() {
+            self.session.0.activity.send_modify(|activity| activity.serving(now));
+        }
+        let keep = guest.is_some().then(|| self.keep_until()).flatten();
+        self.keep_stored = keep;
+        // Whoever waits must not wait for the disk to learn that the guest is gone.
+        if guest.is_none() {
+            self.session.0.published.send_modify(|published| published.guest = None);
+        }
+        self.publish(|published| {
+            if let Some(tenure) = state.tenure() {
+                published.activation = tenure.activation;
+            }
+            if guest.is_some() {
+                published.active_at = Some(now);
+            }
+            published.guest = guest;
+            published.keep_until = keep;
+            published.ended = end;
+            published.state = state;
+        })
+        .await;
+    }
+
+    async fn act(&mut self, effect: Effect) {
+        match effect {
+            Effect::Boot => self.boot(),
+            Effect::CancelBoot => match &self.work {
+                Work::Booting { cancel, .. } => cancel.cancel(),
+                _ => self.pending.push_back(Event::Failed(Cause::plain(Reason::Unknown))),
+            },
+            Effect::StopOrderly => self.stop(self.sessions.0.config.stop_grace).await,
+            Effect::StopNow => self.stop(Duration::ZERO).await,
+        }
+    }
+
+    fn boot(&mut self) {
+        let (Some(files), Some(tenure)) = (self.files.take(), self.session.now().state.tenure()) else {
+            let cause = Cause::told(Reason::SetupFailed, "no Image to start from");
+            return self.pending.push_back(Event::Failed(cause));
+        };
+        let cancel = CancellationToken::new();
+        let made = make(self.sessions.clone(), self.session.clone(), files, tenure, cancel.clone());
+        self.work = Work::Booting { task: tokio::spawn(made), cancel };
+    }
+
+    fn serve(&mut self, active: Active) {
+        let beating = silence(active.guest().clone(), self.sessions.0.config.silence);
+        let silence = AbortOnDropHandle::new(tokio::spawn(beating));
+        self.work = Work::Serving { active, silence };
+    }
+
+    /// Begins the stop path, where there is something to stop; else it is through already.
+    async fn stop(&mut self, grace: Duration) {
+        match std::mem::replace(&mut self.work, Work::Nothing) {
+            Work::Serving { active, .. } => {
+                let session = self.session.clone();
+                let reason = session.now().state.cause().map_or(Reason::Unknown, |cause| cause.reason);
+                session.0.published.send_modify(|published| published.guest = None);
+                self.work = Work::Stopping(tokio::spawn(async move {
+                    if !grace.is_zero() {
+                        session.commands().wind_up(active.guest(), reason).await;
+                    }
+                    active.stop(grace).await
+                }));
+            }
+            busy @ (Work::Stopping(_) | Work::Booting { .. }) => self.work = busy,
+            Work::Nothing => {
+                if !self.pending.contains(&Event::Stopped) {
+                    self.pending.push_back(Event::Stopped);
+                }
+            }
+        }
+    }
+
+    /// Takes note of what a stop path left.
+    async fn settle(&self, exit: &Exit) {
+        match &exit.released {
+            Ok(()) => self.sessions.settled(exit.id).await,
+            Err(error) => self.sessions.owe(exit.id, error.to_string()),
+        }
+    }
+
+    async fn update(&mut self, update: Update) -> Result<(), Error> {
+        let now = self.session.now();
+        if let Some(ended) = now.ended {
+            return Err(Error::Terminated(ended));
+        }
+        let mut spec = (*now.spec).clone();
+        if let Some(name) = update.name {
+            // The store decides whether a name is free, so it is asked before anything is published.
+            spec.name = Some(name);
+            let row = crate::store::SessionRow { spec: spec.clone(), ..self.session.row() };
+            self.sessions.0.store.write(Write::Session(Box::new(row))).await?;
+        }
+        if let Some(labels) = update.labels {
+            spec.labels = labels;
+        }
+        if let Some(seconds) = update.keep_alive_seconds {
+            spec.keep_alive_seconds = seconds;
+        }
+        let expires_at = match update.expires_seconds {
+            Some(seconds) => after(Timestamp::now(), Duration::from_secs(seconds)),
+            None => now.expires_at,
+        };
+        self.publish(|published| {
+            published.spec = Arc::new(spec);
+            published.expires_at = expires_at;
+        })
+        .await;
+        Ok(())
+    }
+
+    /// Answers a look at the Sandbox, on a task of its own.
+    fn look<T, F, Q>(&self, answer: tokio::sync::oneshot::Sender<Result<T, Error>>, look: Q)
+    where
+        T: Send + 'static,
+        F: Future<Output = Result<T, Error>> + Send + 'static,
+        Q: FnOnce(View) -> F,
+    {
+        match &self.work {
+            Work::Serving { active, .. } => {
+                let looked = look(View { host: self.sessions.0.host.clone(), id: active.id() });
+                tokio::spawn(async move {
+                    let _ = answer.send(looked.await);
+                });
+            }
+            _ => {
+                let message =
+                    format!("the Session is {:?} and has no Sandbox to look at", self.session.now().state.word());
+                let _ = answer.send(Err(Error::Invalid { param: "session", message: message.to_lowercase() }));
+            }
+        }
+    }
+}
+
+/// What can be looked at of a Sandbox without owning it.
+struct View {
+    host: pepo_sandbox::Host,
+    id: pepo_sandbox::SandboxId,
+}
+
+impl View {
+    async fn console(&self) -> Result<pepo_sandbox::keeper::Console, pepo_sandbox::host::Error> {
+        Ok(self.host.evidence(self.id).await?.console)
+    }
+
+    async fn usage(&self) -> Result<pepo_sandbox::host::Usage, pepo_sandbox::host::Error> {
+        self.host.usage(self.id).await
+    }
+}
+
+/// What woke the driver, in the order of its priority.
+enum Woken {
+    Terminate(Cause),
+    Work(Progress),
+    Asked(Option<Ask>),
+    Time,
+    Activity,
+}
+
+enum Progress {
+    Booted(Result<Active, Cause>),
+    Ended,
+    Silent,
+    Stopped(Box<Exit>),
+}
+
+/// Returns when the work under way has come to something. Never, where there is none.
+async fn progress(work: &mut Work) -> Progress {
+    match work {
+        Work::Nothing => std::future::pending().await,
+        Work::Booting { task, .. } => Progress::Booted(task.await.unwrap_or_else(|error| {
+            tracing::error!(%error, "making a Sandbox ended in a panic");
+            Err(Cause::told(Reason::SetupFailed, "an internal error; see the log"))
+        })),
+        Work::Serving { active, silence } => tokio::select! {
+            biased;
+            () = active.wait() => Progress::Ended,
+            _ = silence => Progress::Silent,
+        },
+        Work::Stopping(task) => match task.await {
+            Ok(exit) => Progress::Stopped(Box::new(exit)),
+            Err(error) => {
+                // The stop path's drop releases what it held; nothing more can be done from here.
+                tracing::error!(%error, "stopping a Sandbox ended in a panic");
+                std::future::pending().await
+            }
+        },
+    }
+}
+
+/// Returns when the guest has not answered for that long.
+async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
+    let mut heard = tokio::time::Instant::now();
+    let beat = BEAT.min(most / 4).max(Duration::from_millis(10));
+    loop {
+        tokio::time::sleep(beat).await;
+        match tokio::time::timeout(most, guest.ping()).await {
+            // A guest that refuses for want of streams is there.
+            Ok(Ok(()) | Err(pepo_sandbox::guest::Error::Busy)) => heard = tokio::time::Instant::now(),
+            Ok(Err(_)) | Err(_) if heard.elapsed() >= most => return,
+            Ok(Err(_)) | Err(_) => {}
+        }
+    }
+}
+
+/// Makes a Sandbox and gives it to the Session. What fails gives everything back.
+async fn make(
+    sessions: Sessions,
+    session: Session,
+    files: Files,
+    tenure: Tenure,
+    cancel: CancellationToken,
+) -> Result<Active, Cause> {
+    let Some(id) = super::engine_id(tenure.sandbox) else {
+        return Err(Cause::told(Reason::SetupFailed, "an id that is none"));
+    };
+    let within = sessions.0.config.start_timeout;
+    let late = cancel.clone();
+    let timer = tokio::spawn(async move {
+        tokio::time::sleep(within).await;
+        late.cancel();
+    });
+    let begun = tokio::time::Instant::now();
+    let made = attempt(&sessions, &session, files, tenure, id, &cancel).await;
+    timer.abort();
+    match made {
+        Ok(active) => Ok(active),
+        Err(mut cause) => {
+            if begun.elapsed() >= within {
+                cause.message = format!("it did not start within {} s: {}", within.as_secs(), cause.message);
+            }
+            sessions.bury(id).await;
+            Err(cause)
+        }
+    }
+}
+
+async fn attempt(
+    sessions: &Sessions,
+    session: &Session,
+    files: Files,
+    tenure: Tenure,
+    id: pepo_sandbox::SandboxId,
+    cancel: &CancellationToken,
+) -> Result<Active, Cause> {
+    let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
+    let inner = &sessions.0;
+    // Recorded before the first thing is taken.
+    let row = SandboxRow { id: tenure.sandbox, session: session.id(), activation: tenure.activation, claimed: false };
+    inner.store.write(Write::NewSandbox(row)).await.map_err(|error| failed(&error))?;
+    let turn = tokio::select! {
+        biased;
+        () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
+        turn = inner.capacity.turn() => turn,
+    };
+    let spec = session.now().spec;
+    let plan = Plan {
+        id,
+        vmm: inner.vmm,
+        kernel: files.kernel,
+        initramfs: files.initramfs,
+        root: files.root,
+        memory_mib: spec.memory_mib,
+        cpus: spec.cpus,
+        disk_mib: spec.disk_mib,
+    };
+    let warm = pepo_sandbox::boot(&inner.host, plan, cancel).await.map_err(|error| boot_cause(&error))?;
+    tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
+    drop(turn);
+    // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
+    if let Err(error) = inner.store.write(Write::Claim(tenure.sandbox)).await {
+        let cause = failed(&error);
+        if let Err(error) = warm.release().await {
+            tracing::error!(sandbox = %id, %error, "not everything was given back");
+        }
+        return Err(cause);
+    }
+    let mut entropy = vec![0; ENTROPY];
+    rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| failed(&std::io::Error::from(error)))?;
+    let activate = Activate {
+        hostname: session.id().hex(),
+        env: spec.env.iter().map(|(name, value)| Variable { name: name.clone(), value: value.clone() }).collect(),
+        clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
+        entropy,
+    };
+    warm.activate(activate, cancel).await.map_err(|error| boot_cause(&error))
+}
+
+fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {
+    let console = match error {
+        pepo_sandbox::boot::Error::Ended { detail, .. } => detail.console.clone(),
+        pepo_sandbox::boot::Error::Silent { console, .. } => console.clone(),
+        _ => Vec::new(),
+    };
+    Cause { reason: Reason::SetupFailed, message: chain(error), console }
+}
+
+/// An error with all its sources in one line.
+fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(deeper) = source {
+        text.push_str(": ");
+        text.push_str(&deeper.to_string());
+        source = deeper.source();
+    }
+    text
+}
+
+/// How a Sandbox ended, in the words of a Session.
+pub(super) fn cause_of(exit: &Exit) -> Cause {
+    use pepo_sandbox::Cause as Engine;
+    let reason = match exit.cause {
+        Engine::OutOfMemory => Reason::OutOfMemory,
+        Engine::GuestPanic => Reason::GuestPanic,
+        Engine::GuestInitDied => Reason::GuestInitDied,
+        Engine::GuestOff | Engine::VmmExit => Reason::VmmExit,
+        Engine::KilledOutside => Reason::KilledOutside,
+        Engine::Stopped | Engine::Unknown => Reason::Unknown,
+    };
+    Cause { reason, message: exit.detail.clone(), console: exit.console.clone() }
+}
+
+fn after(at: Timestamp, wait: Duration) -> Option<Timestamp> {
+    at.checked_add(jiff::SignedDuration::try_from(wait).ok()?).ok()
+}
+
+fn until(at: Timestamp) -> Duration {
+    Duration::try_from(at.duration_since(Timestamp::now())).unwrap_or_default()
+}

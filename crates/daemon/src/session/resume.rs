@@ -1,0 +1,166 @@
+//! After a restart: which Sandboxes go on, and what became of the others.
+//!
+//! Bind first, then this, then the sweep. A claimed Sandbox whose keeper lives is adopted with its commands; one that is
+//! not claimed may be anybody's and is swept. A Session that was still waiting for its Sandbox gets one now.
+
+use pepo_api::{Ended, Reason, SessionState};
+use pepo_sandbox::host::FoundState;
+
+use super::driver::{self, Start};
+use super::state::{Cause, State, Tenure};
+use super::{Published, Session, Sessions, engine_id};
+use crate::store::{self, SandboxRow, SessionRow, Write};
+
+/// Room to come back in, added to a keep-alive that ran while pepod was away.
+const GRACE_MS: i64 = 30_000;
+
+impl Sessions {
+    /// Takes up every Session that had not ended. Returns the Sandboxes that live on.
+    ///
+    /// # Errors
+    /// The store or the privileged side fails.
+    pub async fn resume(&self, same_boot: bool) -> Result<Vec<pepo_sandbox::SandboxId>, super::Error> {
+        let found = self.0.host.found().await?;
+        let runs = |id: pepo_sandbox::SandboxId| found.iter().find(|one| one.id == id).map(|one| one.state);
+        let sandboxes = self.0.store.sandboxes()?;
+        let mut kept = Vec::new();
+        for row in self.0.store.live_sessions()? {
+            let sandbox = sandboxes.iter().rev().find(|sandbox| sandbox.session == row.id);
+            match sandbox.filter(|sandbox| sandbox.claimed) {
+                Some(sandbox) => {
+                    let state = engine_id(sandbox.id).and_then(runs);
+                    if let Some(id) = self.take_up(row, sandbox, state, same_boot).await? {
+                        kept.push(id);
+                    }
+                }
+                None => self.begin_again(row).await,
+            }
+        }
+        for sandbox in &sandboxes {
+            // What is not kept has no Session any more, or is not its: the sweep gives it back.
+            if let Some(id) = engine_id(sandbox.id)
+                && !kept.contains(&id)
+            {
+                self.bury(id).await;
+            }
+        }
+        Ok(kept)
+    }
+
+    async fn take_up(
+        &self,
+        row: SessionRow,
+        sandbox: &SandboxRow,
+        state: Option<FoundState>,
+        same_boot: bool,
+    ) -> Result<Option<pepo_sandbox::SandboxId>, super::Error> {
+        let tenure = Tenure { sandbox: sandbox.id, activation: sandbox.activation };
+        let Some(id) = engine_id(sandbox.id) else { return Ok(None) };
+        let session_id = row.id;
+        let commands = self.0.store.running_commands(session_id)?;
+        let memory = row.spec.memory_mib;
+        // One that was being stopped goes on being stopped.
+        let serving = matches!(row.state, SessionState::Active | SessionState::Activating);
+        let keep_until = row.keep_until;
+        let (session, asks) = self.revive(row, State::Active(tenure));
+        let adopted = match state {
+            Some(FoundState::Running) => pepo_sandbox::adopt(&self.0.host, id).await.ok(),
+            _ => None,
+        };
+        let start = match adopted {
+            Some(active) => {
+                let ops = active.guest().ops().await.unwrap_or_else(|error| {
+                    tracing::warn!(session = %session_id, %error, "the guest does not tell its commands");
+                    Vec::new()
+                });
+                for command in commands {
+                    let op = pepo_sandbox::proto::OpId(command.id.uuid().into_bytes());
+                    session.commands().adopt(&session, command, ops.iter().find(|known| known.op == op));
+                }
+                if !serving {
+                    session.0.terminate.send_replace(Some(Cause::plain(Reason::Operator)));
+                }
+                if let Some(until) = keep_until {
+                    let quiet = until.as_millisecond().max(store::millis(jiff::Timestamp::now())) + GRACE_MS;
+                    session.0.activity.send_modify(|activity| {
+                        let keep_alive = session.now().spec.keep_alive_seconds as i64 * 1000;
+                        activity.ever = true;
+                        activity.quiet_since = store::time(quiet - keep_alive);
+                    });
+                }
+                tracing::info!(session = %session_id, sandbox = %id, "adopted");
+                Start::Adopted(Box::new(active), tenure)
+            }
+            None => {
+                let cause = match state {
+                    Some(_) => driver::cause_of(&pepo_sandbox::activate::gone(&self.0.host, id).await),
+                    None if same_boot => {
+                        Cause::told(Reason::KilledOutside, "nothing of it was left when pepod came back")
+                    }
+                    None => Cause::told(Reason::HostRestart, "the host was restarted"),
+                };
+                let cause = if same_boot { cause } else { Cause { reason: Reason::HostRestart, ..cause } };
+                for command in commands {
+                    session.commands().adopt(&session, command, None);
+                }
+                Start::Gone(tenure, cause)
+            }
+        };
+        let alive = matches!(start, Start::Adopted(..));
+        driver::spawn(self.clone(), session, asks, self.0.capacity.adopted(memory), start);
+        Ok(alive.then_some(id))
+    }
+
+    /// A Session that had no Sandbox of its own yet.
+    async fn begin_again(&self, row: SessionRow) {
+        let waiting = matches!(row.state, SessionState::Requested | SessionState::Activating);
+        if !waiting {
+            // Its Sandbox is gone and only the last word was not written.
+            let ended = Ended::new(Reason::Operator, jiff::Timestamp::now());
+            return self.close(row, ended).await;
+        }
+        let (files, place) = match (self.0.find_image)(row.spec.image.clone()).await {
+            Ok(files) => match self.0.capacity.admit(row.spec.memory_mib) {
+                Ok(place) => (files, place),
+                Err(full) => return self.close(row, told(full.to_string())).await,
+            },
+            Err(error) => return self.close(row, told(error.to_string())).await,
+        };
+        let (session, asks) = self.revive(row, State::Requested);
+        driver::spawn(self.clone(), session, asks, place, Start::New(files));
+    }
+
+    async fn close(&self, mut row: SessionRow, ended: Ended) {
+        row.state = SessionState::Terminated;
+        row.generation += 1;
+        row.ended = Some(ended);
+        self.0.store.write_later(Write::Session(Box::new(row))).await;
+    }
+
+    fn revive(&self, row: SessionRow, state: State) -> (Session, tokio::sync::mpsc::Receiver<super::Ask>) {
+        let activation = match state.tenure() {
+            Some(tenure) => tenure.activation,
+            // The one that was begun and never claimed does not count.
+            None => row.activation.saturating_sub(u64::from(row.state == SessionState::Activating)),
+        };
+        let published = Published {
+            generation: row.generation,
+            state,
+            spec: std::sync::Arc::new(row.spec),
+            activation,
+            active_at: row.active_at,
+            expires_at: row.expires_at,
+            keep_until: row.keep_until,
+            guest: None,
+            ended: None,
+        };
+        let (session, asks) = self.handle(row.id, row.app, row.created_at, published);
+        session.commands().is_incomplete();
+        self.enter(&session);
+        (session, asks)
+    }
+}
+
+fn told(message: String) -> Ended {
+    Ended { message, ..Ended::new(Reason::SetupFailed, jiff::Timestamp::now()) }
+}

@@ -1,0 +1,467 @@
+//! What must survive a restart: one SQLite file, one thread that writes to it, two connections that read.
+//!
+//! Owns the file and its schema. A write is a typed [`Write`], answered after the commit that made it durable: whatever is
+//! queued when the writer comes round (at most [`GROUP`]) is one transaction, so a lone write waits for one sync and a
+//! thousand of them for a few. A failing disk ends the daemon with the reason; Sandboxes are adopted by the next one.
+//! Called by Sessions and by the server's lists; nothing else knows SQL.
+//!
+//! ```text
+//! put, end, … ─► queue (bounded) ─► writer: begin · up to GROUP writes · commit (WAL, synchronous=FULL) ─► answers
+//! lists, look-ups ─► one of two read-only connections, on a blocking thread
+//! ```
+
+mod command;
+mod key;
+mod session;
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rusqlite::{Connection, OpenFlags, Transaction};
+use tokio::sync::{mpsc, oneshot, watch};
+
+pub use command::{CommandRow, CommandSpec, EndRow};
+pub(crate) use key::hex;
+pub use key::{KeyRow, NewKey};
+pub use session::{Filter, SandboxRow, SessionRow};
+
+/// Writes of one transaction at most.
+const GROUP: usize = 256;
+
+/// How long a group waits for company once it has two members.
+const GATHER: Duration = Duration::from_millis(2);
+
+/// Writes that may wait. Beyond, the writer is so far behind that callers wait with it.
+const QUEUE: usize = 4096;
+
+/// Why the store did not do it.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The file is from a release after this one.
+    #[error(
+        "{path} was written by a newer release (schema {found}, this one knows {known}); run that release, or put back the copy {path}.before-{found} beside it"
+    )]
+    Newer {
+        /// The file.
+        path: PathBuf,
+        /// Its schema.
+        found: u32,
+        /// Ours.
+        known: u32,
+    },
+    /// The file is damaged.
+    #[error("{path} is damaged ({reason}); move it away to start empty, or put a backup in its place")]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What SQLite says.
+        reason: String,
+    },
+    /// Another live thing of the App has that name.
+    #[error("the name `{0}` is taken")]
+    NameTaken(String),
+    /// SQLite or the disk below it failed.
+    #[error("store failed")]
+    Sqlite(#[from] rusqlite::Error),
+    /// A file operation failed.
+    #[error("cannot {what} {path}")]
+    File {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// Why not.
+        source: std::io::Error,
+    },
+    /// The writer has ended; the daemon is about to.
+    #[error("store is closed")]
+    Closed,
+}
+
+/// A change of what is stored.
+#[derive(Debug)]
+pub enum Write {
+    /// A new Session. Refused where its name is taken.
+    NewSession(Box<SessionRow>),
+    /// The Session as it is now.
+    Session(Box<SessionRow>),
+    /// A Sandbox about to be made.
+    NewSandbox(SandboxRow),
+    /// That Sandbox belongs to its Session from now on.
+    Claim(pepo_api::SandboxId),
+    /// That Sandbox has given everything back.
+    DropSandbox(pepo_api::SandboxId),
+    /// A command that was asked for.
+    NewCommand(Box<CommandRow>),
+    /// How a command ended.
+    EndCommand(Box<EndRow>),
+    /// A key.
+    NewKey(NewKey),
+    /// Something about the instance, by name.
+    Fact(&'static str, String),
+    /// Forget what ended before this time (milliseconds since 1970).
+    Prune(i64),
+}
+
+struct Queued {
+    write: Write,
+    answer: Option<oneshot::Sender<Result<(), Error>>>,
+}
+
+/// The handle. Cloning is cheap.
+#[derive(Clone)]
+pub struct Store {
+    queue: mpsc::Sender<Queued>,
+    readers: Arc<[Mutex<Connection>; 2]>,
+    failed: watch::Receiver<Option<String>>,
+}
+
+impl std::fmt::Debug for Store {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Store")
+    }
+}
+
+/// Schema changes, in order; the file's `user_version` counts those that were made.
+const MIGRATIONS: &[&str] = &["
+    CREATE TABLE apps (id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, created_at INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+    CREATE TABLE keys (
+        id TEXT PRIMARY KEY, app_id TEXT NOT NULL REFERENCES apps(id), sha256 TEXT NOT NULL UNIQUE, created_at INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE sessions (
+        id TEXT PRIMARY KEY, app_id TEXT NOT NULL REFERENCES apps(id), name TEXT, spec TEXT NOT NULL, state TEXT NOT NULL,
+        generation INTEGER NOT NULL, activation INTEGER NOT NULL, created_at INTEGER NOT NULL, active_at INTEGER,
+        expires_at INTEGER, keep_until INTEGER, ended_at INTEGER, ended TEXT
+    ) STRICT, WITHOUT ROWID;
+    CREATE UNIQUE INDEX session_names ON sessions(app_id, name) WHERE name IS NOT NULL AND ended_at IS NULL;
+    CREATE INDEX session_ends ON sessions(ended_at) WHERE ended_at IS NOT NULL;
+    CREATE TABLE sandboxes (
+        id TEXT PRIMARY KEY, session_id TEXT NOT NULL, activation INTEGER NOT NULL, claimed INTEGER NOT NULL,
+        made_at INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    CREATE TABLE commands (
+        session_id TEXT NOT NULL, id TEXT NOT NULL, spec TEXT NOT NULL, activation INTEGER NOT NULL,
+        started_at INTEGER NOT NULL, ended_at INTEGER, ended TEXT, stdout_bytes INTEGER NOT NULL DEFAULT 0,
+        stderr_bytes INTEGER NOT NULL DEFAULT 0, PRIMARY KEY (session_id, id)
+    ) STRICT, WITHOUT ROWID;
+    CREATE INDEX command_runs ON commands(session_id) WHERE ended_at IS NULL;
+    CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;
+    INSERT INTO counters VALUES ('edge_generation', 1);
+    CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
+"];
+
+impl Store {
+    /// Opens the file, makes or migrates its schema, starts the writer.
+    ///
+    /// # Errors
+    /// A file of a newer release, a damaged one, a disk that fails.
+    pub fn open(path: &Path) -> Result<Self, Error> {
+        if let Some(directory) = path.parent() {
+            std::fs::create_dir_all(directory).map_err(|source| Error::File {
+                what: "make",
+                path: directory.into(),
+                source,
+            })?;
+        }
+        let mut connection = connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE)?;
+        migrate(&mut connection, path, MIGRATIONS)?;
+        session::default_app(&connection)?;
+        let reader = || connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY).map(Mutex::new);
+        let readers = Arc::new([reader()?, reader()?]);
+        let (queue, waiting) = mpsc::channel(QUEUE);
+        let (failure, failed) = watch::channel(None);
+        std::thread::Builder::new()
+            .name("store".into())
+            .spawn(move || {
+                // A panic in here must end the daemon as an error does, so the sender says it either way.
+                let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_all(connection, waiting)));
+                let reason = match ended {
+                    Ok(Ok(())) => return,
+                    Ok(Err(error)) => error.to_string(),
+                    Err(_) => "the store's writer panicked".into(),
+                };
+                failure.send_replace(Some(reason));
+            })
+            .map_err(|source| Error::File { what: "start a writer for", path: path.into(), source })?;
+        Ok(Store { queue, readers, failed })
+    }
+
+    /// Makes a change; returns when it is on the disk.
+    ///
+    /// # Errors
+    /// [`Error::NameTaken`], or a failing disk.
+    pub async fn write(&self, write: Write) -> Result<(), Error> {
+        let (answer, answered) = oneshot::channel();
+        self.queue.send(Queued { write, answer: Some(answer) }).await.map_err(|_| Error::Closed)?;
+        answered.await.map_err(|_| Error::Closed)?
+    }
+
+    /// Makes a change without waiting for the disk; waits only where thousands wait already. A failure ends the daemon.
+    pub async fn write_later(&self, write: Write) {
+        // An error means that the writer has ended, which the daemon learns from `failed`.
+        let _ = self.queue.send(Queued { write, answer: None }).await;
+    }
+
+    /// As [`Store::write_later`], for where nothing can be waited for.
+    pub fn write_soon(&self, write: Write) {
+        if let Err(mpsc::error::TrySendError::Full(queued)) = self.queue.try_send(Queued { write, answer: None }) {
+            let queue = self.queue.clone();
+            // Thousands wait already: this one waits on a task of its own.
+            tokio::spawn(async move {
+                let _ = queue.send(queued).await;
+            });
+        }
+    }
+
+    /// The reason, once the writer has failed. Never returns while it works.
+    pub async fn failed(&self) -> String {
+        let mut failed = self.failed.clone();
+        match failed.wait_for(Option::is_some).await.map(|reason| reason.clone()) {
+            Ok(Some(reason)) => reason,
+            // The writer ended because all handles are going: not a failure.
+            _ => std::future::pending().await,
+        }
+    }
+
+    /// What is known about the instance under that name.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn fact(&self, name: &'static str) -> Result<Option<String>, Error> {
+        use rusqlite::OptionalExtension as _;
+        self.read(move |connection| {
+            connection.query_row("SELECT value FROM facts WHERE name = ?1", [name], |row| row.get(0)).optional()
+        })
+        .await
+    }
+
+    /// Runs a look-up on a blocking thread.
+    async fn read<T: Send + 'static>(
+        &self,
+        look: impl FnOnce(&Connection) -> Result<T, rusqlite::Error> + Send + 'static,
+    ) -> Result<T, Error> {
+        let readers = self.readers.clone();
+        let looked = tokio::task::spawn_blocking(move || {
+            let connection = match readers[0].try_lock() {
+                Ok(free) => free,
+                Err(_) => readers[1].lock().unwrap_or_else(PoisonError::into_inner),
+            };
+            look(&connection)
+        });
+        Ok(looked.await.map_err(|_| Error::Closed)??)
+    }
+
+    /// A look-up before there is a runtime, or in a test.
+    fn read_now<T>(&self, look: impl FnOnce(&Connection) -> Result<T, rusqlite::Error>) -> Result<T, Error> {
+        Ok(look(&self.readers[0].lock().unwrap_or_else(PoisonError::into_inner))?)
+    }
+}
+
+fn connect(path: &Path, flags: OpenFlags) -> Result<Connection, Error> {
+    let connection = Connection::open_with_flags(path, flags | OpenFlags::SQLITE_OPEN_NO_MUTEX)?;
+    connection.busy_timeout(Duration::from_secs(5))?;
+    let ready = connection
+        .pragma_update(None, "synchronous", "FULL")
+        .and_then(|()| connection.pragma_update(None, "foreign_keys", true))
+        .and_then(|()| connection.query_row("PRAGMA journal_mode=WAL", [], |row| row.get::<_, String>(0)));
+    match ready {
+        Ok(_) => Ok(connection),
+        // A reader may not change the mode and need not.
+        Err(_) if flags.contains(OpenFlags::SQLITE_OPEN_READ_ONLY) => Ok(connection),
+        Err(error) => Err(Error::Damaged { path: path.into(), reason: error.to_string() }),
+    }
+}
+
+/// Brings the schema up to date, with a copy of the file before each step.
+fn migrate(connection: &mut Connection, path: &Path, migrations: &[&str]) -> Result<(), Error> {
+    let damaged = |reason: String| Error::Damaged { path: path.into(), reason };
+    let sound: String = connection
+        .query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
+        .map_err(|error| damaged(error.to_string()))?;
+    if sound != "ok" {
+        return Err(damaged(sound));
+    }
+    let found: u32 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+    let known = migrations.len() as u32;
+    if found > known {
+        return Err(Error::Newer { path: path.into(), found, known });
+    }
+    for (step, sql) in migrations.iter().enumerate().skip(found as usize) {
+        if step > 0 {
+            let copy = PathBuf::from(format!("{}.before-{}", path.display(), step + 1));
+            match std::fs::remove_file(&copy) {
+                Ok(()) => {}
+                Err(error) if error.kind() == std::io::ErrorKind::NotFound => {}
+                Err(source) => return Err(Error::File { what: "replace", path: copy, source }),
+            }
+            connection.execute("VACUUM INTO ?1", [copy.to_string_lossy()])?;
+        }
+        let transaction = connection.transaction()?;
+        transaction.execute_batch(sql)?;
+        transaction.pragma_update(None, "user_version", step as u32 + 1)?;
+        transaction.commit()?;
+    }
+    Ok(())
+}
+
+/// The writer: groups until every handle is gone.
+fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>) -> Result<(), Error> {
+    while let Some(first) = queue.blocking_recv() {
+        let mut group = vec![first];
+        let mut since = None;
+        while group.len() < GROUP {
+            match queue.try_recv() {
+                Ok(next) => group.push(next),
+                // Alone: commit at once. In company: others are on their way.
+                Err(_) if group.len() == 1 => break,
+                Err(_) => {
+                    if since.get_or_insert_with(Instant::now).elapsed() >= GATHER {
+                        break;
+                    }
+                    std::thread::sleep(GATHER / 8);
+                }
+            }
+        }
+        let transaction = connection.transaction()?;
+        let mut answers = Vec::with_capacity(group.len());
+        for Queued { write, answer } in group {
+            match apply(&transaction, &write) {
+                Ok(()) => answers.push((answer, Ok(()))),
+                Err(error @ Error::NameTaken(_)) => answers.push((answer, Err(error))),
+                Err(error) => return Err(error),
+            }
+        }
+        transaction.commit()?;
+        for (answer, result) in answers {
+            if let Some(answer) = answer {
+                // Whoever asked may have gone.
+                let _ = answer.send(result);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn apply(transaction: &Transaction<'_>, write: &Write) -> Result<(), Error> {
+    match write {
+        Write::NewSession(row) => session::insert(transaction, row),
+        Write::Session(row) => session::update(transaction, row),
+        Write::NewSandbox(row) => session::insert_sandbox(transaction, row),
+        Write::Claim(id) => session::claim(transaction, *id),
+        Write::DropSandbox(id) => session::drop_sandbox(transaction, *id),
+        Write::NewCommand(row) => command::insert(transaction, row),
+        Write::EndCommand(row) => command::end(transaction, row),
+        Write::NewKey(key) => key::insert(transaction, key),
+        Write::Fact(name, value) => {
+            transaction
+                .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
+            Ok(())
+        }
+        Write::Prune(before) => {
+            command::prune(transaction, *before)?;
+            session::prune(transaction, *before)
+        }
+    }
+}
+
+/// Milliseconds since 1970 of a time.
+pub fn millis(at: jiff::Timestamp) -> i64 {
+    at.as_millisecond()
+}
+
+/// The time of that many milliseconds since 1970; the nearest there is where the number is none.
+pub fn time(millis: i64) -> jiff::Timestamp {
+    jiff::Timestamp::from_millisecond(millis).unwrap_or(jiff::Timestamp::UNIX_EPOCH)
+}
+
+/// A column that holds JSON.
+fn json<T: serde::de::DeserializeOwned>(row: &rusqlite::Row<'_>, column: &str) -> Result<T, rusqlite::Error> {
+    let text: String = row.get(column)?;
+    serde_json::from_str(&text).map_err(|error| wrong(row, column, error))
+}
+
+/// A column that holds an id.
+fn id<T: std::str::FromStr<Err = pepo_api::IdError>>(
+    row: &rusqlite::Row<'_>,
+    column: &str,
+) -> Result<T, rusqlite::Error> {
+    let text: String = row.get(column)?;
+    text.parse().map_err(|error| wrong(row, column, error))
+}
+
+fn wrong(
+    row: &rusqlite::Row<'_>,
+    column: &str,
+    error: impl std::error::Error + Send + Sync + 'static,
+) -> rusqlite::Error {
+    let index = row.as_ref().column_index(column).unwrap_or_default();
+    rusqlite::Error::FromSqlConversionFailure(index, rusqlite::types::Type::Text, Box::new(error))
+}
+
+fn to_json<T: serde::Serialize>(value: &T) -> Result<String, Error> {
+    serde_json::to_string(value)
+        .map_err(|error| Error::Sqlite(rusqlite::Error::ToSqlConversionFailure(Box::new(error))))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_newer_file_is_refused_and_named() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pepo.db");
+        drop(Store::open(&path).expect("store"));
+        Connection::open(&path).expect("open").pragma_update(None, "user_version", 99).expect("set");
+        let error = Store::open(&path).expect_err("refused");
+        assert!(matches!(error, Error::Newer { found: 99, .. }), "{error}");
+        assert!(error.to_string().contains("newer release"), "{error}");
+    }
+
+    #[test]
+    fn a_damaged_file_is_refused_and_kept() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pepo.db");
+        std::fs::write(&path, vec![7u8; 8192]).expect("write");
+        let error = Store::open(&path).expect_err("refused");
+        assert!(matches!(error, Error::Damaged { .. }), "{error}");
+        assert_eq!(std::fs::read(&path).expect("read").len(), 8192);
+    }
+
+    #[test]
+    fn a_migration_leaves_a_copy_of_before() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pepo.db");
+        drop(Store::open(&path).expect("store"));
+        let mut connection = Connection::open(&path).expect("open");
+        migrate(&mut connection, &path, &[MIGRATIONS[0], "CREATE TABLE extra (x INTEGER) STRICT;"]).expect("migrate");
+        let copy = Connection::open(directory.path().join("pepo.db.before-2")).expect("copy");
+        let version: u32 = copy.query_row("PRAGMA user_version", [], |row| row.get(0)).expect("version");
+        assert_eq!(version, 1);
+        assert!(copy.prepare("SELECT x FROM extra").is_err());
+        assert!(connection.prepare("SELECT x FROM extra").is_ok());
+    }
+
+    #[tokio::test]
+    async fn what_is_written_is_there_after_reopening() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pepo.db");
+        let store = Store::open(&path).expect("store");
+        let app = store.default_app().expect("app");
+        let rows: Vec<_> = (0..300).map(|n| session::tests::row(app, Some(format!("s{n}")))).collect();
+        let written = rows.iter().cloned().map(|row| store.write(Write::NewSession(Box::new(row))));
+        for result in futures_util::future::join_all(written).await {
+            result.expect("written");
+        }
+        let again = store.write(Write::NewSession(Box::new(session::tests::row(app, Some("s7".into()))))).await;
+        assert!(matches!(again, Err(Error::NameTaken(name)) if name == "s7"));
+        drop(store);
+        let store = Store::open(&path).expect("store");
+        assert_eq!(store.default_app().expect("app"), app);
+        assert_eq!(store.live_sessions().expect("live").len(), 300);
+        let found = store.session(app, rows[5].id).await.expect("read").expect("there");
+        assert_eq!(found, rows[5]);
+        assert!(store.session(pepo_api::AppId::generate(), rows[5].id).await.expect("read").is_none());
+    }
+}

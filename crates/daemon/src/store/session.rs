@@ -1,0 +1,307 @@
+//! Rows of Sessions and of the Sandboxes they have.
+
+use pepo_api::{AppId, Ended, SandboxId, SessionId, SessionState};
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, named_params, params};
+
+use super::{Error, Store, id, json, millis, time, to_json};
+use crate::session::Spec;
+
+/// A Session as it is stored.
+#[derive(Clone, Debug, PartialEq)]
+pub struct SessionRow {
+    /// Its id.
+    pub id: SessionId,
+    /// Its App.
+    pub app: AppId,
+    /// What was asked for, resolved.
+    pub spec: Spec,
+    /// Where it is.
+    pub state: SessionState,
+    /// Counts changes.
+    pub generation: u64,
+    /// Counts Sandboxes.
+    pub activation: u64,
+    /// When it was asked for.
+    pub created_at: jiff::Timestamp,
+    /// When its Sandbox became Active.
+    pub active_at: Option<jiff::Timestamp>,
+    /// Its latest end.
+    pub expires_at: Option<jiff::Timestamp>,
+    /// When its Sandbox goes if nothing happens.
+    pub keep_until: Option<jiff::Timestamp>,
+    /// How it ended.
+    pub ended: Option<Ended>,
+}
+
+/// A Sandbox that may hold something on the host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SandboxRow {
+    /// Its id.
+    pub id: SandboxId,
+    /// Whose it is, or will be.
+    pub session: SessionId,
+    /// Which activation it serves.
+    pub activation: u64,
+    /// Whether it was given to the Session: then it may have run what the Session wanted.
+    pub claimed: bool,
+}
+
+/// Which Sessions a list wants.
+#[derive(Clone, Debug, Default)]
+pub struct Filter {
+    /// Only older ones than this.
+    pub before: Option<SessionId>,
+    /// At most so many.
+    pub limit: usize,
+}
+
+const NAME: &str = "SELECT id FROM apps WHERE name = 'default'";
+
+/// Makes the App that everybody without one belongs to.
+pub(super) fn default_app(connection: &Connection) -> Result<(), Error> {
+    connection.execute(
+        "INSERT INTO apps (id, name, created_at) SELECT ?1, 'default', ?2 WHERE NOT EXISTS (SELECT 1 FROM apps WHERE name = 'default')",
+        params![AppId::generate().to_string(), millis(jiff::Timestamp::now())],
+    )?;
+    Ok(())
+}
+
+pub(super) fn insert(transaction: &Transaction<'_>, row: &SessionRow) -> Result<(), Error> {
+    put(
+        transaction,
+        row,
+        "INSERT INTO sessions (id, app_id, name, spec, state, generation, activation, created_at, active_at, expires_at, keep_until, ended_at, ended)
+         VALUES (:id, :app, :name, :spec, :state, :generation, :activation, :created, :active, :expires, :keep, :ended_at, :ended)",
+    )
+}
+
+pub(super) fn update(transaction: &Transaction<'_>, row: &SessionRow) -> Result<(), Error> {
+    put(
+        transaction,
+        row,
+        "UPDATE sessions SET name = :name, spec = :spec, state = :state, generation = :generation, activation = :activation,
+         created_at = :created, active_at = :active, expires_at = :expires, keep_until = :keep, ended_at = :ended_at, ended = :ended
+         WHERE id = :id AND app_id = :app",
+    )
+}
+
+fn put(transaction: &Transaction<'_>, row: &SessionRow, sql: &str) -> Result<(), Error> {
+    let done = transaction.prepare_cached(sql)?.execute(named_params! {
+        ":id": row.id.to_string(),
+        ":app": row.app.to_string(),
+        ":name": row.spec.name,
+        ":spec": to_json(&row.spec)?,
+        ":state": to_json(&row.state)?,
+        ":generation": row.generation as i64,
+        ":activation": row.activation as i64,
+        ":created": millis(row.created_at),
+        ":active": row.active_at.map(millis),
+        ":expires": row.expires_at.map(millis),
+        ":keep": row.keep_until.map(millis),
+        ":ended_at": row.ended.as_ref().map(|ended| millis(ended.at)),
+        ":ended": row.ended.as_ref().map(to_json).transpose()?,
+    });
+    match done {
+        Ok(_) => Ok(()),
+        Err(rusqlite::Error::SqliteFailure(failure, _))
+            if failure.extended_code == rusqlite::ffi::SQLITE_CONSTRAINT_UNIQUE =>
+        {
+            Err(Error::NameTaken(row.spec.name.clone().unwrap_or_default()))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+pub(super) fn insert_sandbox(transaction: &Transaction<'_>, row: &SandboxRow) -> Result<(), Error> {
+    transaction
+        .prepare_cached(
+            "INSERT INTO sandboxes (id, session_id, activation, claimed, made_at) VALUES (?1, ?2, ?3, ?4, ?5)",
+        )?
+        .execute(params![
+            row.id.to_string(),
+            row.session.to_string(),
+            row.activation as i64,
+            row.claimed,
+            millis(jiff::Timestamp::now())
+        ])?;
+    Ok(())
+}
+
+pub(super) fn claim(transaction: &Transaction<'_>, id: SandboxId) -> Result<(), Error> {
+    transaction.prepare_cached("UPDATE sandboxes SET claimed = 1 WHERE id = ?1")?.execute([id.to_string()])?;
+    Ok(())
+}
+
+pub(super) fn drop_sandbox(transaction: &Transaction<'_>, id: SandboxId) -> Result<(), Error> {
+    transaction.prepare_cached("DELETE FROM sandboxes WHERE id = ?1")?.execute([id.to_string()])?;
+    Ok(())
+}
+
+pub(super) fn prune(transaction: &Transaction<'_>, before: i64) -> Result<(), Error> {
+    transaction.execute("DELETE FROM sessions WHERE ended_at < ?1", [before])?;
+    Ok(())
+}
+
+fn read(row: &Row<'_>) -> Result<SessionRow, rusqlite::Error> {
+    let ended: Option<String> = row.get("ended")?;
+    Ok(SessionRow {
+        id: id(row, "id")?,
+        app: id(row, "app_id")?,
+        spec: json(row, "spec")?,
+        state: json(row, "state")?,
+        generation: row.get::<_, i64>("generation")? as u64,
+        activation: row.get::<_, i64>("activation")? as u64,
+        created_at: time(row.get("created_at")?),
+        active_at: row.get::<_, Option<i64>>("active_at")?.map(time),
+        expires_at: row.get::<_, Option<i64>>("expires_at")?.map(time),
+        keep_until: row.get::<_, Option<i64>>("keep_until")?.map(time),
+        ended: ended.map(|_| json(row, "ended")).transpose()?,
+    })
+}
+
+impl Store {
+    /// The App that everybody without one belongs to.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn default_app(&self) -> Result<AppId, Error> {
+        self.read_now(|connection| connection.query_row(NAME, [], |row| id(row, "id")))
+    }
+
+    /// Sessions that have not ended, oldest first.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn live_sessions(&self) -> Result<Vec<SessionRow>, Error> {
+        self.read_now(|connection| {
+            connection
+                .prepare("SELECT * FROM sessions WHERE ended_at IS NULL ORDER BY id")?
+                .query_map([], read)?
+                .collect()
+        })
+    }
+
+    /// Sandboxes that may hold something.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub fn sandboxes(&self) -> Result<Vec<SandboxRow>, Error> {
+        self.read_now(|connection| {
+            connection
+                .prepare("SELECT * FROM sandboxes ORDER BY id")?
+                .query_map([], |row| {
+                    Ok(SandboxRow {
+                        id: id(row, "id")?,
+                        session: id(row, "session_id")?,
+                        activation: row.get::<_, i64>("activation")? as u64,
+                        claimed: row.get("claimed")?,
+                    })
+                })?
+                .collect()
+        })
+    }
+
+    /// A Session of that App.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn session(&self, app: AppId, session: SessionId) -> Result<Option<SessionRow>, Error> {
+        self.read(move |connection| {
+            connection
+                .prepare_cached("SELECT * FROM sessions WHERE id = ?1 AND app_id = ?2")?
+                .query_row([session.to_string(), app.to_string()], read)
+                .optional()
+        })
+        .await
+    }
+
+    /// The Session of that App with that name: the live one, else the one that ended last.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn session_named(&self, app: AppId, name: String) -> Result<Option<SessionRow>, Error> {
+        self.read(move |connection| {
+            connection
+                .prepare_cached(
+                    "SELECT * FROM sessions WHERE app_id = ?1 AND name = ?2 ORDER BY ended_at IS NOT NULL, ended_at DESC LIMIT 1",
+                )?
+                .query_row([app.to_string(), name], read)
+                .optional()
+        })
+        .await
+    }
+
+    /// Sessions of that App, newest first.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn list_sessions(&self, app: AppId, filter: Filter) -> Result<Vec<SessionRow>, Error> {
+        self.read(move |connection| {
+            // Past every id there is: `~` comes after every letter.
+            let before = filter.before.map_or_else(|| "~".to_owned(), |id| id.to_string());
+            connection
+                .prepare_cached("SELECT * FROM sessions WHERE app_id = ?1 AND id < ?2 ORDER BY id DESC LIMIT ?3")?
+                .query_map(params![app.to_string(), before, filter.limit as i64], read)?
+                .collect()
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    pub(in crate::store) fn row(app: AppId, name: Option<String>) -> SessionRow {
+        SessionRow {
+            id: SessionId::generate(),
+            app,
+            spec: Spec {
+                name,
+                image: "base".into(),
+                image_id: pepo_api::ImageId::generate(),
+                cpus: 1,
+                memory_mib: 512,
+                disk_mib: 2048,
+                keep_alive_seconds: 300,
+                env: [("A".to_owned(), "b".to_owned())].into(),
+                labels: [("user".to_owned(), "42".to_owned())].into(),
+            },
+            state: SessionState::Requested,
+            generation: 1,
+            activation: 0,
+            created_at: time(1_764_000_000_123),
+            active_at: None,
+            expires_at: Some(time(1_764_000_100_000)),
+            keep_until: None,
+            ended: None,
+        }
+    }
+
+    #[tokio::test]
+    async fn names_are_free_again_after_the_end_and_lists_page() {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let mut rows = Vec::new();
+        for n in 0..5 {
+            let mut row = row(app, Some("same".into()));
+            store.write(super::super::Write::NewSession(Box::new(row.clone()))).await.expect("new");
+            row.state = SessionState::Terminated;
+            row.ended = Some(Ended::new(pepo_api::Reason::Idle, time(1_764_000_200_000 + n)));
+            store.write(super::super::Write::Session(Box::new(row.clone()))).await.expect("ended");
+            rows.push(row);
+        }
+        let named = store.session_named(app, "same".into()).await.expect("read").expect("there");
+        assert_eq!(named.id, rows[4].id);
+        let first = store.list_sessions(app, Filter { before: None, limit: 3 }).await.expect("list");
+        let second = store.list_sessions(app, Filter { before: Some(first[2].id), limit: 3 }).await.expect("list");
+        let mut ids: Vec<_> = first.iter().chain(&second).map(|row| row.id).collect();
+        ids.reverse();
+        let mut wanted: Vec<_> = rows.iter().map(|row| row.id).collect();
+        wanted.sort();
+        assert_eq!(ids, wanted);
+        store.write(super::super::Write::Prune(1_764_000_200_002)).await.expect("prune");
+        assert_eq!(store.list_sessions(app, Filter { before: None, limit: 9 }).await.expect("list").len(), 3);
+    }
+}
