@@ -26,15 +26,11 @@ use std::time::{Duration, Instant};
 use rustix::fs::{Mode, OFlags};
 use rustix::process::{Pid, WaitOptions, wait};
 
+use pepo_proto::console::{AGENT_DIED, BOOT_FAILED, READY};
+
 use crate::agent::{self, Effects, Settings};
 use crate::mount;
 use crate::sys::{self, Fork};
-
-/// What PID 1 prints, followed by how, when the agent has died.
-pub const AGENT_DIED: &str = "pepo-guest: the agent died:";
-
-/// What PID 1 prints, followed by why, when there can be no agent.
-pub const BOOT_FAILED: &str = "pepo-guest: the guest cannot start:";
 
 /// How long a disk may take to appear (it is there at once, or the host is very busy).
 const DISKS: Duration = Duration::from_secs(15);
@@ -145,6 +141,7 @@ fn start() -> Result<OwnedFd, Box<dyn std::error::Error>> {
     if let Err(error) = sys::console_level(QUIET) {
         note(format!("console level: {error}"));
     }
+    say(READY);
     Ok(listener)
 }
 

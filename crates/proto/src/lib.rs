@@ -45,5 +45,16 @@ pub const MAX_STREAMS: usize = 512;
 /// Of [`MAX_STREAMS`], those kept for operations that must pass while data is stuck: see [`Operation::is_urgent`].
 pub const URGENT_STREAMS: usize = 16;
 
+/// Lines the guest's first process prints on its console, each at the beginning of a line. A guest can print them at any
+/// time, so they hint and decide nothing: when to dial first, and which cause to name.
+pub mod console {
+    /// The agent listens. A host dials after this: a stream device that is dialled while its guest sets it up can break.
+    pub const READY: &str = "pepo-guest: ready";
+    /// The agent has died; how follows.
+    pub const AGENT_DIED: &str = "pepo-guest: the agent died:";
+    /// There can be no agent; why follows.
+    pub const BOOT_FAILED: &str = "pepo-guest: the guest cannot start:";
+}
+
 /// How long a command whose stream was lost waits for an Attach before it is killed, in seconds.
 pub const LEASE_SECONDS: u64 = 30;

@@ -7,6 +7,7 @@
 use std::time::Duration;
 
 use pepo_proto::Activate;
+use pepo_proto::console::{AGENT_DIED, BOOT_FAILED};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::{self, Claim, Error, Step, Warm};
@@ -21,9 +22,6 @@ const ACTIVATE_WITHIN: Duration = Duration::from_secs(30);
 
 /// How long a VMM may take to end after its guest said it is shutting down.
 const POWER_OFF_WITHIN: Duration = Duration::from_secs(5);
-
-/// How the guest's first process begins its last line when its agent has died, and when there can be no agent.
-const LAST_WORDS: [&str; 2] = ["pepo-guest: the agent died:", "pepo-guest: the guest cannot start:"];
 
 /// Console lines kept in an [`Exit`].
 const CONSOLE_LINES: usize = 20;
@@ -237,7 +235,7 @@ pub(crate) async fn collect(claim: Claim, asked: Asked) -> Exit {
 
 /// Tells the cause from the evidence. A guest can forge its console: it names a cause here and decides nothing.
 pub(crate) fn exit(id: SandboxId, evidence: Evidence, asked: Asked, released: Result<(), host::Error>) -> Exit {
-    let Evidence { exit: record, console } = evidence;
+    let Evidence { exit: record, console, .. } = evidence;
     let (cause, detail) = match (&record, asked) {
         (_, Asked::Yes) => (Cause::Stopped, "stopped as asked".to_owned()),
         (None, Asked::No) => (Cause::KilledOutside, "killed from outside: its keeper wrote nothing".to_owned()),
@@ -282,7 +280,7 @@ fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {
 /// Whether the guest's first process said, among the last lines, that it cannot go on.
 fn said_by_init(console: &[u8]) -> bool {
     let text = String::from_utf8_lossy(console);
-    text.lines().rev().take(CONSOLE_LINES).any(|line| LAST_WORDS.iter().any(|words| line.starts_with(words)))
+    text.lines().rev().take(CONSOLE_LINES).any(|line| line.starts_with(AGENT_DIED) || line.starts_with(BOOT_FAILED))
 }
 
 /// The kernel's last words, if they are there.
@@ -314,7 +312,7 @@ mod tests {
     fn cause(record: Option<ExitRecord>, console: &str, asked: Asked) -> Exit {
         let id = SandboxId::new(Slot::new(1).expect("slot"));
         let console = Console { bytes: console.into(), ..Console::default() };
-        exit(id, Evidence { exit: record, console }, asked, Ok(()))
+        exit(id, Evidence { exit: record, console, ..Evidence::default() }, asked, Ok(()))
     }
 
     #[test]

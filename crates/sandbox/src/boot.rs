@@ -11,11 +11,13 @@
 use std::time::{Duration, Instant};
 
 use pepo_proto::HelloReply;
+use pepo_proto::console::READY;
 use tokio_util::sync::CancellationToken;
 
 use crate::guest::{self, Guest};
 use crate::host::{self, Host, Keeper};
 use crate::id::SandboxId;
+use crate::keeper::Console;
 use crate::plan::{self, Plan};
 
 /// How long a guest may take from its VMM's start to its first answer. In software emulation on a busy machine of two cores
@@ -250,7 +252,10 @@ impl Booted {
         let Booted { claim, plan, keeper, since } = self;
         let id = plan.id;
         let guest = claim.host.guest(id);
-        let knocking = tokio::time::timeout(HELLO_WITHIN, knock(&guest));
+        let knocking = tokio::time::timeout(HELLO_WITHIN, async {
+            listening(&claim).await;
+            knock(&guest).await
+        });
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(Error::Cancelled { id }),
@@ -339,6 +344,33 @@ pub(crate) async fn ended(claim: Claim, step: Step) -> Error {
 
 async fn console(claim: &Claim) -> Vec<String> {
     claim.host.evidence(claim.id).await.map(|evidence| evidence.console.last_lines(20)).unwrap_or_default()
+}
+
+/// How often the console is looked at while a guest boots.
+const LOOK: Duration = Duration::from_millis(10);
+
+/// How long a guest that says nothing on its console is waited for before it is dialled all the same.
+const SAID_WITHIN: Duration = Duration::from_secs(60);
+
+/// Returns when the guest has said that it listens. It is not dialled before: vhost-device-vsock 0.3.0 loses the thread that
+/// serves its queues when a stream comes between the moments at which it gets the guest's memory and its queues, and the
+/// guest is mute from then on.
+async fn listening(claim: &Claim) {
+    let Some(file) = claim.host.evidence(claim.id).await.ok().and_then(|evidence| evidence.file) else { return };
+    let said = async {
+        let mut seen = 0;
+        loop {
+            let written = Console::written(&file).unwrap_or(0);
+            if written != seen && Console::read(&file).is_ok_and(|console| console.has_line(READY)) {
+                return;
+            }
+            seen = written;
+            tokio::time::sleep(LOOK).await;
+        }
+    };
+    if tokio::time::timeout(SAID_WITHIN, said).await.is_err() {
+        tracing::warn!(sandbox = %claim.id, "the guest does not say that it listens; dialling all the same");
+    }
 }
 
 /// Says Hello until it is answered. Only an answer that can never become another ends it.

@@ -16,7 +16,7 @@ mod start;
 mod watch;
 
 use std::io;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
@@ -100,6 +100,10 @@ fn tried<E: Into<io::Error>>(step: &'static str) -> impl FnOnce(E) -> Error {
 pub fn run(socket: OwnedFd) -> u8 {
     // A name that cannot be set is a name not shown, no more.
     let _ = std::ffi::CString::new(process::KEEPER).map(|name| rustix::thread::set_name(&name));
+    // What whoever started pepod left open is nothing for a Sandbox.
+    let ours = socket.as_raw_fd();
+    let _ = crate::sys::close_range(3, ours.max(3) - 1);
+    let _ = crate::sys::close_range(ours.max(2) + 1, i32::MAX);
     let (mut kept, said) = match start::start(&socket) {
         Ok(kept) => (Some(kept), Said::Running),
         Err(error) => (None, Said::Failed { step: error.step.clone(), reason: error.source.to_string() }),

@@ -50,10 +50,10 @@ pub fn set_inheritable(fd: RawFd, inheritable: bool) -> io::Result<()> {
     check(unsafe { libc::fcntl(fd, libc::F_SETFD, flags) }).map(drop)
 }
 
-/// Closes every descriptor in `first..=last`. Used by the launcher only (see [`place_descriptor`]).
+/// Closes every descriptor in `first..=last`. Used by the launcher (see [`place_descriptor`]) and by a keeper, first of all.
 pub fn close_range(first: RawFd, last: RawFd) -> io::Result<()> {
     let (first, last) = (first.max(0) as libc::c_uint, last.max(0) as libc::c_uint);
-    // SAFETY: the launcher is about to exec and keeps no owner of a descriptor in this range.
+    // SAFETY: the launcher is about to exec, a keeper has just begun: neither has an owner of a descriptor in this range.
     check(unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) }).map(drop)
 }
 

@@ -17,6 +17,8 @@ pub struct Evidence {
     pub exit: Option<ExitRecord>,
     /// The console's last bytes.
     pub console: Console,
+    /// The console's ring itself, for looking again.
+    pub(crate) file: Option<File>,
 }
 
 impl Evidence {
@@ -26,7 +28,8 @@ impl Evidence {
             File::from(fd).take(EXIT_BYTES).read_to_end(&mut text).ok()?;
             serde_json::from_slice(&text).ok()
         });
-        let console = console.and_then(|fd| Console::read(&File::from(fd)).ok()).unwrap_or_default();
-        Evidence { exit, console }
+        let file = console.map(File::from);
+        let console = file.as_ref().and_then(|file| Console::read(file).ok()).unwrap_or_default();
+        Evidence { exit, console, file }
     }
 }

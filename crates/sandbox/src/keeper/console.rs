@@ -61,6 +61,21 @@ impl Console {
         Ok(Console { before: written - (bytes.len() as u64).min(written), bytes, dropped })
     }
 
+    /// How many bytes were ever written to a ring file: cheap to ask again and again.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn written(file: &File) -> io::Result<u64> {
+        let mut head = [0; 8];
+        read_at(file, &mut head, 0)?;
+        Ok(u64::from_le_bytes(head))
+    }
+
+    /// Whether a line of it begins so.
+    pub fn has_line(&self, begin: &str) -> bool {
+        self.bytes.split(|byte| matches!(byte, b'\r' | b'\n')).any(|line| line.starts_with(begin.as_bytes()))
+    }
+
     /// Its last lines as text that is safe on a terminal, oldest first.
     pub fn last_lines(&self, most: usize) -> Vec<String> {
         let text = String::from_utf8_lossy(&self.bytes);

@@ -162,30 +162,16 @@ async fn endings(host: &Host, how: &str) {
     assert!(exit.released.is_ok(), "{:?}", exit.released);
 }
 
-/// Many lives of a Sandbox in one of pepod; descriptors and threads do not grow.
+/// Many lives of a Sandbox in one of pepod. After each the test looks at both sides, then says to go on.
 async fn cycles(host: &Host, count: usize) {
-    let mut before = None;
     for n in 0..count {
         let active = start(host).await;
         assert_eq!(crate::tests::output(&active, &["/bin/echo", "ripe"]).await, "ripe\n");
         let exit = active.stop(GRACE).await;
         assert!(exit.cause == Cause::Stopped && exit.released.is_ok(), "{exit:?}");
-        let parent = rustix::process::getppid().unwrap().as_raw_nonzero();
-        let (ours, host_fds) = (count_of("/proc/self/fd"), count_of(&format!("/proc/{parent}/fdinfo")));
-        let threads = count_of(&format!("/proc/{parent}/task"));
-        println!("cycle {n}: {ours} descriptors here, {host_fds} there, {threads} threads there");
-        // The first one opens what stays open.
-        if n == 0 {
-            before = Some((ours, host_fds));
-        }
-        let (ours_before, host_before) = before.unwrap();
-        assert!(ours <= ours_before + 2, "descriptors grow here: {ours_before} -> {ours}");
-        assert!(host_fds == 0 || host_fds <= host_before + 2, "descriptors grow there: {host_before} -> {host_fds}");
+        println!("cycle {n}");
+        assert!(std::io::stdin().read_line(&mut String::new()).unwrap() > 0, "the test is gone");
     }
-}
-
-fn count_of(path: &str) -> usize {
-    fs::read_dir(path).map(Iterator::count).unwrap_or(0)
 }
 
 /// Starts a Sandbox with a command in it, says so, and stays until it is killed.

@@ -27,7 +27,7 @@ pub const ALL: &[(&str, fn())] = &[
     ("what_pepod_may_not_ask_is_refused", refused),
     ("every_process_is_jailed", jailed),
     ("four_at_once", || life_of_its_own("many", &["4"])),
-    ("twenty_cycles_leave_nothing", || life_of_its_own("cycles", &["20"])),
+    ("twenty_cycles_leave_nothing", cycles),
 ];
 
 /// What a program says, both channels together.
@@ -95,6 +95,7 @@ impl State {
             .arg(name)
             .arg(self.path())
             .args(args)
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
@@ -160,6 +161,31 @@ fn life_of_its_own(name: &str, args: &[&str]) {
 
 fn serves() {
     life_of_its_own("serve", &[]);
+}
+
+/// Neither side's descriptors or threads grow, and after each cycle nothing of it is on the host.
+fn cycles() {
+    let state = State::new();
+    let mut life = state.life("cycles", &["20"]);
+    let host = life.child.id();
+    let count = |what: &str| {
+        // Between two cycles pepod is the privileged side's only child.
+        let pepod = fs::read_to_string(format!("/proc/{host}/task/{host}/children")).unwrap();
+        [&host.to_string(), pepod.trim()].map(|pid| fs::read_dir(format!("/proc/{pid}/{what}")).unwrap().count())
+    };
+    let mut first = None;
+    for n in 0..20 {
+        life.line(&format!("cycle {n}"));
+        assert_clean(state.path());
+        let now = (count("fd"), count("task"));
+        println!("  descriptors and threads of both sides: {now:?}");
+        // The first cycle opens what stays open.
+        assert_eq!(first.get_or_insert(now).0, now.0, "descriptors grow");
+        assert!(now.1.iter().zip(first.unwrap().1).all(|(now, first)| *now <= first + 2), "threads grow");
+        std::io::Write::write_all(life.child.stdin.as_mut().unwrap(), b"\n").unwrap();
+    }
+    life.ends_well();
+    assert_clean(state.path());
 }
 
 fn cancelled() {
