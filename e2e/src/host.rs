@@ -93,8 +93,8 @@ fn processes(things: &mut BTreeMap<String, Option<Owner>>) {
         if !SANDBOX_UIDS.contains(&uid) && !PROGRAMS.iter().any(|program| comm.starts_with(program)) {
             continue;
         }
-        // A test's own program is not the product's.
-        if comm.starts_with("pepo_") || comm.starts_with("pepo-bench") || comm.starts_with("pepo-soak") {
+        // Programs of tests: an agent as a process of the host is one.
+        if comm.starts_with("pepo_") || ["pepo-bench", "pepo-soak", "pepo-guest"].contains(&comm.as_str()) {
             continue;
         }
         // Start time: the same pid later is another process.
@@ -151,13 +151,14 @@ fn mounts(things: &mut BTreeMap<String, Option<Owner>>) {
     }
 }
 
-/// Processes of that name (as `/proc/PID/comm` shows it) whose cgroup names this tag, or whose environment names this home.
+/// Processes of that name (as `/proc/PID/comm` shows it; any, where it is empty) whose cgroup names this tag, or whose
+/// environment names this home.
 pub fn pids_named(comm: &str, home: &Path, tag: &str) -> Vec<i32> {
     let mut found = vec![];
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse::<i32>().ok()) else { continue };
         let read = |name: &str| fs::read_to_string(entry.path().join(name)).unwrap_or_default();
-        if read("comm").trim_end() != comm {
+        if !comm.is_empty() && read("comm").trim_end() != comm {
             continue;
         }
         let owner = owner_by_cgroup(&read("cgroup")).or_else(|| owner_by_environment(&entry.path()));

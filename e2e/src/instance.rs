@@ -159,7 +159,11 @@ impl Instance {
             std::thread::sleep(Duration::from_millis(20));
         }
         let jails = self.home.join("state/jail");
-        let kept: Vec<_> = fs::read_dir(&jails).into_iter().flatten().flatten().map(|entry| entry.path()).collect();
+        // Beside the Sandboxes' directories there are copies that all of them share.
+        let of_sandbox =
+            |name: &std::ffi::OsStr| name.len() == 32 && name.as_encoded_bytes().iter().all(u8::is_ascii_hexdigit);
+        let entries = fs::read_dir(&jails).into_iter().flatten().flatten();
+        let kept: Vec<_> = entries.filter(|entry| of_sandbox(&entry.file_name())).map(|entry| entry.path()).collect();
         assert!(kept.is_empty(), "jails are left: {kept:?}");
     }
 }
@@ -194,9 +198,11 @@ impl Drop for Instance {
         quietly("pepo", &["sweep"]);
         for left in self.on_host() {
             eprintln!("--- left: {left}");
-            if let Some(pid) =
-                left.strip_prefix("process ").and_then(|rest| rest.split(' ').next()?.parse::<i32>().ok())
-                && let Some(pid) = rustix::process::Pid::from_raw(pid)
+        }
+        // Only what is surely ours: what else is new may be somebody's.
+        for pid in self.pids("") {
+            if let Some(pid) = rustix::process::Pid::from_raw(pid)
+                && pid != rustix::process::getpid()
             {
                 let _ = rustix::process::kill_process(pid, rustix::process::Signal::KILL);
             }
