@@ -27,11 +27,14 @@ use tokio::time::{interval, sleep, timeout};
 use crate::attach::{self, Wants};
 use crate::exec::{self, Op};
 use crate::ring::{Kept, Ring};
+use crate::shell::{self, Shell};
 use crate::spawn::{Environment, Launch, Wiring};
-use crate::stream::{Stream, failed};
+use crate::stream::{CLOSE_WAIT, Stream, failed};
 use crate::sys;
 use crate::tree::{self, Trees};
 use crate::user::{User, Users};
+use crate::wire::Wire;
+use crate::{dial, files};
 
 /// How long a new stream may take to send its Request.
 const FIRST_FRAME: Duration = Duration::from_secs(10);
@@ -44,6 +47,9 @@ const REMEMBERED: usize = 4096;
 
 /// Commands that run at once.
 const MAX_RUNNING: usize = 256;
+
+/// Lasting shells.
+const MAX_SHELLS: usize = 16;
 
 /// Answers of operations that change something, kept for a repeated Request.
 const ANSWERS: usize = 1024;
@@ -101,6 +107,7 @@ pub struct Agent {
     ops: RefCell<HashMap<OpId, Rc<Op>>>,
     ended: RefCell<VecDeque<OpId>>,
     running: Cell<usize>,
+    shells: RefCell<HashMap<(String, u32), Rc<Shell>>>,
     /// Operations that are not commands, while they run.
     others: RefCell<HashMap<OpId, Rc<Notify>>>,
     answers: RefCell<VecDeque<(OpId, Outcome)>>,
@@ -154,6 +161,7 @@ async fn serve(listener: OwnedFd, settings: Settings) -> io::Result<()> {
         ops: RefCell::default(),
         ended: RefCell::default(),
         running: Cell::new(0),
+        shells: RefCell::default(),
         others: RefCell::default(),
         answers: RefCell::default(),
         streams: Cell::new(0),
@@ -388,18 +396,25 @@ impl Agent {
         self.others.borrow_mut().insert(id, cancel.clone());
         let named = Named(self.clone(), id);
         match operation {
-            Operation::Dial(_)
-            | Operation::Read(_)
-            | Operation::Write(_)
-            | Operation::List(_)
-            | Operation::Stat(_)
-            | Operation::Make(_)
-            | Operation::Rename(_)
-            | Operation::Remove(_)
-            | Operation::Watch(_)
-            | Operation::TarOut(_)
-            | Operation::TarIn(_) => {
-                return stream.end(failed(FailureCode::Invalid, "this guest has no such operation")).await;
+            Operation::Dial(dial) => match dial::connect(dial.port).await {
+                Ok(socket) => {
+                    let outcome = tokio::select! {
+                        outcome = dial::pass(&mut stream, socket) => outcome,
+                        () = cancel.notified() => None,
+                    };
+                    drop(named);
+                    if let Some(outcome) = outcome {
+                        stream.end(outcome).await;
+                    }
+                    return;
+                }
+                Err(outcome) => {
+                    drop(named);
+                    return stream.end(outcome).await;
+                }
+            },
+            operation if files::acting_user(&operation).is_some() => {
+                return self.on_files(stream, named, cancel, operation).await;
             }
             operation => {
                 let remember = matches!(operation, Operation::Activate(_));
@@ -419,6 +434,57 @@ impl Agent {
             }
         }
         drop(named);
+    }
+
+    /// An operation on files, on a thread. Cancelling it closes the stream.
+    async fn on_files(self: Rc<Self>, mut stream: Stream, named: Named, cancel: Rc<Notify>, operation: Operation) {
+        let id = named.1;
+        let user = match self.user(files::acting_user(&operation).flatten()) {
+            Ok(user) => user,
+            Err(outcome) => return stream.end(outcome).await,
+        };
+        if self.file_operations.get() >= MAX_FILE_OPERATIONS {
+            return stream
+                .end(failed(FailureCode::Busy, format!("{MAX_FILE_OPERATIONS} operations on files run")))
+                .await;
+        }
+        let counted = Counted::one(&self, file_operations);
+        let remember = files::changes_something(&operation);
+        let Ok(hold) = stream.fd().try_clone_to_owned() else {
+            return stream.end(failed(FailureCode::Busy, "no descriptor is left")).await;
+        };
+        let Ok(mut wire) = Wire::new(stream) else {
+            return;
+        };
+        let mut work = spawn_blocking(move || {
+            let outcome = files::run(&mut wire, operation, &user);
+            (wire, outcome)
+        });
+        let done = tokio::select! {
+            done = &mut work => done,
+            () = cancel.notified() => {
+                // The thread sees its stream end, whatever it waits for there.
+                let _ = rustix::net::shutdown(&hold, rustix::net::Shutdown::Both);
+                work.await
+            }
+        };
+        drop((hold, counted, named));
+        let Ok((mut wire, Some(outcome))) = done else {
+            return;
+        };
+        if remember {
+            self.remember(id, &outcome);
+        }
+        let told = spawn_blocking(move || {
+            let told = wire.queue(Frame::End(outcome)).and_then(|()| wire.flush());
+            told.is_ok().then_some(wire)
+        });
+        if let Ok(Some(wire)) = told.await
+            && let Ok(mut stream) = wire.into_stream()
+        {
+            // What happens to a stream after its End decides nothing any more.
+            let _ = timeout(CLOSE_WAIT, stream.closed()).await;
+        }
     }
 
     fn remember(&self, id: OpId, outcome: &Outcome) {
@@ -442,13 +508,36 @@ impl Agent {
         if let Err(outcome) = self.admit(&exec) {
             return stream.end(outcome).await;
         }
+        let shell = match exec.shell.as_deref().map(|name| self.shell(name, exec.user.as_deref())).transpose() {
+            Ok(shell) => shell,
+            Err(outcome) => return stream.end(outcome).await,
+        };
         let op = Op::new(id, &exec, Ring::new(self.kept.clone()));
         self.ops.borrow_mut().insert(id, op.clone());
         self.running.set(self.running.get() + 1);
-        let environment = self.image_env();
-        spawn_local(exec::drive(self.clone(), op.clone(), exec, environment));
+        match shell {
+            Some(shell) => spawn_local(shell::drive(self.clone(), op.clone(), shell, exec)),
+            None => {
+                let environment = self.image_env();
+                spawn_local(exec::drive(self.clone(), op.clone(), exec, environment))
+            }
+        };
         drop(self);
         attach::serve(stream, op, wants).await;
+    }
+
+    /// The lasting shell of that name and user.
+    fn shell(&self, name: &str, user: Option<&str>) -> Result<Rc<Shell>, Outcome> {
+        if name.is_empty() || name.len() > 64 {
+            return Err(failed(FailureCode::Invalid, "a shell's name has 1 to 64 bytes"));
+        }
+        let uid = self.user(user)?.uid;
+        let mut shells = self.shells.borrow_mut();
+        let key = (name.to_owned(), uid);
+        if !shells.contains_key(&key) && shells.len() >= MAX_SHELLS {
+            return Err(failed(FailureCode::Busy, format!("{MAX_SHELLS} lasting shells are in use")));
+        }
+        Ok(shells.entry(key).or_default().clone())
     }
 
     fn admit(&self, exec: &Exec) -> Result<(), Outcome> {

@@ -13,7 +13,8 @@ use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, OpId, Outcom
 use tokio::time::sleep;
 use tokio_util::codec::Encoder;
 
-use crate::exec::{Offer, Op, Place};
+use crate::exec::{Op, Place};
+use crate::input::Offer;
 use crate::stream::{CLOSE_WAIT, DATA_HEAD, Sender, Stream, data_head, failed};
 
 /// Frames written by one call.

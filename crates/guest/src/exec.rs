@@ -20,38 +20,24 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use bytes::{Buf, Bytes, BytesMut};
 use pepo_proto::{Cause, Channel, Exec, FailureCode, OpId, OpState, OpSummary, Outcome, Process, PtySize};
 use rustix::process::{WaitId, WaitIdOptions, waitid};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 use tokio::task::spawn_local;
-use tokio::time::{sleep, sleep_until, timeout};
+use tokio::time::{sleep, sleep_until};
 
 use crate::agent::Agent;
-use crate::ring::{Fill, Hold, Ring};
+use crate::collect::Collector;
+use crate::input::Input;
+use crate::ring::{Hold, Ring};
 use crate::spawn::{Environment, Launch, Wiring};
 use crate::stream::failed;
 use crate::sys;
 use crate::tree::Tree;
 
-/// After the first process's end: output that others still write is taken for so long at the most ...
-const GRACE: Duration = Duration::from_millis(200);
-
-/// ... and only while something comes at least this often.
-const QUIET: Duration = Duration::from_millis(20);
-
-/// How long a reader may stand still while others read, or after the end, before its stream is given up.
-const STALL: Duration = Duration::from_secs(30);
-
-/// Unwritten input that a command may have; more is left in the stream.
-const MAX_INPUT: usize = 64 << 10;
-
-/// What a pipe is grown to once a program fills it.
-const LARGE_PIPE: usize = 1 << 20;
-
-/// Pipes of processes that outlived their command which are read and dropped. Beyond it they are closed.
-const MAX_SINKS: usize = 256;
+/// How long a reader may stand still while others read before its stream is given up.
+pub const STALL: Duration = Duration::from_secs(30);
 
 /// Where a command is.
 pub enum Stage {
@@ -96,9 +82,9 @@ pub struct Op {
     /// Told when output came or the stage changed.
     pub changed: Notify,
     /// Told when a reader has gone on.
-    room: Notify,
+    pub room: Notify,
     /// Told when its task has something to look at.
-    wake: Notify,
+    pub wake: Notify,
     stage: RefCell<Stage>,
     readers: RefCell<Vec<Reader>>,
     streams: Cell<usize>,
@@ -110,7 +96,9 @@ pub struct Op {
     kill: Cell<Option<Cause>>,
     master: RefCell<Option<Rc<OwnedFd>>>,
     tree: RefCell<Option<Rc<Tree>>>,
-    started: Instant,
+    /// The shell it runs in: a process that its signals are not for.
+    shell: Cell<Option<i32>>,
+    started: Cell<Instant>,
 }
 
 impl Op {
@@ -135,7 +123,8 @@ impl Op {
             kill: Cell::new(None),
             master: RefCell::default(),
             tree: RefCell::default(),
-            started: Instant::now(),
+            shell: Cell::new(None),
+            started: Cell::new(Instant::now()),
         })
     }
 
@@ -229,9 +218,15 @@ impl Op {
         let Some((_, pidfd)) = self.running() else {
             return Err(failed(FailureCode::State, "the command does not run"));
         };
-        if tree && let Some(tree) = &*self.tree.borrow() {
-            tree.signal(signal, None);
-            return Ok(());
+        let shell = self.shell.get();
+        if (tree || shell.is_some())
+            && let Some(tree) = &*self.tree.borrow()
+        {
+            tree.signal(signal, shell);
+            if shell.is_none() || signal != libc::SIGINT {
+                return Ok(());
+            }
+            // As Ctrl-C does: the shell gives up the rest of the line, too.
         }
         sys::pidfd_signal(pidfd.as_fd(), signal).map_err(|error| failed(FailureCode::Io, error.to_string()))
     }
@@ -261,7 +256,7 @@ impl Op {
     }
 
     /// What a fill must not drop.
-    fn hold(&self) -> Hold {
+    pub fn hold(&self) -> Hold {
         let killed = self.kill.get().is_some();
         let readers = self.readers.borrow();
         // A command that is being killed waits for nobody, but what a reader was promised stays.
@@ -274,7 +269,7 @@ impl Op {
     }
 
     /// Drops readers that stand still while another one waits for more: their host is gone without a word.
-    fn drop_stalled(&self) {
+    pub fn drop_stalled(&self) {
         let next = self.ring.borrow().next();
         let mut readers = self.readers.borrow_mut();
         if readers.iter().any(|reader| reader.cursor == next || reader.moved.elapsed() < STALL) {
@@ -298,13 +293,17 @@ impl Op {
         }
     }
 
-    pub(crate) fn run(&self, pid: i32, pidfd: Rc<OwnedFd>, tree: Rc<Tree>) {
+    /// Its program runs; in a shell, the shell takes it up.
+    pub fn run(&self, pid: i32, pidfd: Rc<OwnedFd>, tree: Rc<Tree>, shell: Option<i32>) {
+        self.started.set(Instant::now());
+        self.shell.set(shell);
         *self.tree.borrow_mut() = Some(tree);
         *self.stage.borrow_mut() = Stage::Running { pid, pidfd };
         self.changed.notify_waiters();
     }
 
-    pub(crate) fn finish(&self, agent: &Agent, outcome: Outcome) {
+    /// It is over: told to all, its processes let go, its output among what is given up first.
+    pub fn finish(&self, agent: &Agent, outcome: Outcome) {
         self.input.close();
         self.master.borrow_mut().take();
         *self.stage.borrow_mut() = Stage::Ended { outcome, at: Instant::now() };
@@ -319,7 +318,7 @@ impl Op {
     }
 
     /// The end of its program as told to the host.
-    pub(crate) fn process(&self, cause: Cause, code: Option<i32>, signal: Option<i32>, cwd: Option<String>) -> Outcome {
+    pub fn process(&self, cause: Cause, code: Option<i32>, signal: Option<i32>, cwd: Option<String>) -> Outcome {
         let ring = self.ring.borrow();
         Outcome::Process(Process {
             cause,
@@ -327,13 +326,13 @@ impl Op {
             signal,
             stdout_bytes: ring.bytes(Channel::Out),
             stderr_bytes: ring.bytes(Channel::Err),
-            elapsed_ms: self.started.elapsed().as_millis() as u64,
+            elapsed_ms: self.started.get().elapsed().as_millis() as u64,
             cwd,
         })
     }
 
     /// When its lease is over, where one counts.
-    pub(crate) fn lease_end(&self, lease: Duration) -> Option<Instant> {
+    pub fn lease_end(&self, lease: Duration) -> Option<Instant> {
         let since = self.unattended_since.get().filter(|_| !self.detached)?;
         Some(since + lease)
     }
@@ -398,137 +397,11 @@ impl Drop for Place {
     }
 }
 
-/// A command's input: what the host has sent and the program has not read.
-pub struct Input {
-    next: Cell<u64>,
-    open: Cell<bool>,
-    finishing: Cell<bool>,
-    buffer: RefCell<BytesMut>,
-    more: Notify,
-    /// Told when there is room for more, or nothing more is taken.
-    pub room: Notify,
-}
-
-/// What became of input that was offered.
-#[derive(Debug, PartialEq, Eq)]
-pub enum Offer {
-    /// It was taken, or it was a resend, or nobody wants it any more.
-    Taken,
-    /// It leaves a hole.
-    Hole,
-}
-
-impl Input {
-    fn new(open: bool) -> Self {
-        Input {
-            next: Cell::new(0),
-            open: Cell::new(open),
-            finishing: Cell::new(false),
-            buffer: RefCell::default(),
-            more: Notify::new(),
-            room: Notify::new(),
-        }
-    }
-
-    /// The next offset wanted, and whether more is taken.
-    pub fn position(&self) -> (u64, bool) {
-        (self.next.get(), self.open.get() && !self.finishing.get())
-    }
-
-    /// Whether it takes bytes now.
-    pub fn has_room(&self) -> bool {
-        !self.open.get() || self.buffer.borrow().len() < MAX_INPUT
-    }
-
-    /// Takes bytes that start at `offset`.
-    pub fn offer(&self, offset: u64, mut bytes: Bytes) -> Offer {
-        let next = self.next.get();
-        if offset > next {
-            return Offer::Hole;
-        }
-        let end = offset.saturating_add(bytes.len() as u64);
-        if end > next && self.open.get() && !self.finishing.get() {
-            bytes.advance((next - offset) as usize);
-            self.buffer.borrow_mut().extend_from_slice(&bytes);
-            self.next.set(end);
-            self.more.notify_one();
-        }
-        Offer::Taken
-    }
-
-    /// Nothing follows after `offset`.
-    pub fn end(&self, offset: u64) -> Offer {
-        if offset > self.next.get() {
-            return Offer::Hole;
-        }
-        self.finishing.set(true);
-        self.more.notify_one();
-        Offer::Taken
-    }
-
-    /// Takes no more, and drops what is left.
-    pub(crate) fn close(&self) {
-        self.open.set(false);
-        *self.buffer.borrow_mut() = BytesMut::new();
-        self.room.notify_waiters();
-        self.more.notify_one();
-    }
-
-    /// Writes input to the program until there is no more, the program takes no more, or it has ended.
-    pub(crate) async fn feed(&self, sink: AsyncFd<Arc<OwnedFd>>, terminal: bool) {
-        loop {
-            let empty = self.buffer.borrow().is_empty();
-            if !self.open.get() {
-                return;
-            }
-            if empty {
-                if self.finishing.get() {
-                    if terminal {
-                        end_of_file(&sink).await;
-                    }
-                    self.close();
-                    return;
-                }
-                self.more.notified().await;
-                continue;
-            }
-            let Ok(mut ready) = sink.writable().await else {
-                return self.close();
-            };
-            let wrote = ready.try_io(|sink| Ok(rustix::io::write(sink.get_ref(), &self.buffer.borrow())?));
-            match wrote {
-                Ok(Ok(bytes)) => {
-                    let mut buffer = self.buffer.borrow_mut();
-                    // Closed meanwhile: nothing is left to take off.
-                    let bytes = bytes.min(buffer.len());
-                    buffer.advance(bytes);
-                    drop(buffer);
-                    self.room.notify_waiters();
-                }
-                Ok(Err(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Ok(Err(_program_takes_no_more)) => return self.close(),
-                Err(_would_block) => {}
-            }
-        }
-    }
-}
-
-/// Types the end-of-file character, where the terminal is in a mode that knows one.
-async fn end_of_file(sink: &AsyncFd<Arc<OwnedFd>>) {
-    use rustix::termios::{LocalModes, SpecialCodeIndex, tcgetattr};
-    let Ok(attributes) = tcgetattr(sink.get_ref()) else {
-        return;
-    };
-    if attributes.local_modes.contains(LocalModes::ICANON) {
-        let byte = [attributes.special_codes[SpecialCodeIndex::VEOF]];
-        if let Ok(mut ready) = sink.writable().await {
-            // A terminal too full to take it has a program that does not read: nothing to end.
-            let _ = ready.try_io(|sink| Ok(rustix::io::write(sink.get_ref(), &byte)?));
-        }
-    }
-}
-
-pub(crate) fn check_size(size: PtySize) -> Result<(), Outcome> {
+/// Whether a terminal can have this size.
+///
+/// # Errors
+/// [`FailureCode::Invalid`].
+pub fn check_size(size: PtySize) -> Result<(), Outcome> {
     if (1..=1000).contains(&size.cols) && (1..=1000).contains(&size.rows) {
         Ok(())
     } else {
@@ -539,139 +412,6 @@ pub(crate) fn check_size(size: PtySize) -> Result<(), Outcome> {
 fn set_size(master: &OwnedFd, size: PtySize) -> io::Result<()> {
     let size = rustix::termios::Winsize { ws_row: size.rows, ws_col: size.cols, ws_xpixel: 0, ws_ypixel: 0 };
     Ok(rustix::termios::tcsetwinsize(master, size)?)
-}
-
-/// Where a command's output comes from.
-pub(crate) struct Collector {
-    sources: [Option<AsyncFd<OwnedFd>>; 2],
-    full: bool,
-    grown: [bool; 2],
-}
-
-/// Waits until a source has something; for ever where there is none.
-async fn ready(source: &Option<AsyncFd<OwnedFd>>) -> io::Result<()> {
-    match source {
-        Some(source) => source.readable().await.map(drop),
-        None => pending().await,
-    }
-}
-
-const CHANNELS: [Channel; 2] = [Channel::Out, Channel::Err];
-
-impl Collector {
-    pub(crate) fn new(out: OwnedFd, err: Option<OwnedFd>) -> io::Result<Self> {
-        let source = |fd| sys::watch(fd, tokio::io::Interest::READABLE);
-        Ok(Collector { sources: [Some(source(out)?), err.map(source).transpose()?], full: false, grown: [false; 2] })
-    }
-
-    /// Whether every source has ended.
-    pub(crate) fn is_done(&self) -> bool {
-        self.sources.iter().all(Option::is_none)
-    }
-
-    /// Waits until some output was taken or a source has ended. Cancel safe.
-    pub(crate) async fn step(&mut self, op: &Op) {
-        if self.full {
-            if timeout(STALL / 6, op.room.notified()).await.is_err() {
-                op.drop_stalled();
-            }
-            self.full = false;
-        }
-        let [out, err] = &self.sources;
-        tokio::select! {
-            result = ready(out) => if result.is_err() { self.sources[0] = None },
-            result = ready(err) => if result.is_err() { self.sources[1] = None },
-        }
-        self.take(op);
-    }
-
-    /// Takes what there is now, up to a bound that lets others have their turn.
-    pub(crate) fn take(&mut self, op: &Op) {
-        let mut took = false;
-        for index in [1, 0] {
-            for _ in 0..8 {
-                let Some(source) = &self.sources[index] else {
-                    break;
-                };
-                let fill = source.try_io(tokio::io::Interest::READABLE, |fd| {
-                    op.ring.borrow_mut().fill(CHANNELS[index], op.hold(), |slices| Ok(rustix::io::readv(fd, slices)?))
-                });
-                match fill {
-                    Ok(Fill::Read(bytes)) => {
-                        took = true;
-                        if bytes >= LARGE_PIPE / 32 && !self.grown[index] {
-                            self.grown[index] = true;
-                            // A program that fills its pipe is waited for less often with a larger one; only speed.
-                            let _ = rustix::pipe::fcntl_setpipe_size(source.get_ref(), LARGE_PIPE);
-                        }
-                    }
-                    Ok(Fill::Full) => {
-                        self.full = true;
-                        break;
-                    }
-                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
-                    Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                    // A terminal whose last program is gone says EIO.
-                    Ok(Fill::Eof) | Err(_) => self.sources[index] = None,
-                }
-            }
-        }
-        if took {
-            op.changed.notify_waiters();
-        } else {
-            op.ring.borrow_mut().settle();
-        }
-    }
-
-    /// After the end of the first process: takes what it wrote, and for a short while what others still write.
-    pub(crate) async fn drain(&mut self, op: &Op) {
-        let unread: u64 =
-            self.sources.iter().flatten().map(|source| rustix::io::ioctl_fionread(source.get_ref()).unwrap_or(0)).sum();
-        let owed = op.ring.borrow().next() + unread;
-        let until = tokio::time::Instant::now() + GRACE;
-        while !self.is_done() {
-            let before = op.ring.borrow().next();
-            if before < owed {
-                // It was written before the end: waited for as long as its readers take, unless a kill was asked for.
-                tokio::select! {
-                    () = self.step(op) => {}
-                    _ = op.kill_asked(), if op.asked().is_none() => {}
-                    () = sleep_until(until), if op.asked().is_some() => return,
-                }
-                continue;
-            }
-            let quiet = (tokio::time::Instant::now() + QUIET).min(until);
-            tokio::select! {
-                () = self.step(op) => {}
-                () = sleep_until(quiet) => return,
-            }
-        }
-    }
-
-    /// Goes on reading for processes that outlived the command, and drops what they write.
-    pub(crate) fn sink(self, agent: &Rc<Agent>) {
-        for source in self.sources.into_iter().flatten() {
-            if agent.sinks.get() >= MAX_SINKS {
-                return;
-            }
-            agent.sinks.set(agent.sinks.get() + 1);
-            let agent = agent.clone();
-            spawn_local(async move {
-                let mut scratch = [0; 4096];
-                loop {
-                    let Ok(mut ready) = source.readable().await else {
-                        break;
-                    };
-                    match ready.try_io(|source| Ok(rustix::io::read(source.get_ref(), &mut scratch)?)) {
-                        Ok(Ok(0) | Err(_)) => break,
-                        Ok(Ok(_)) => tokio::task::yield_now().await,
-                        Err(_would_block) => {}
-                    }
-                }
-                agent.sinks.set(agent.sinks.get() - 1);
-            });
-        }
-    }
 }
 
 /// A started program and the agent's ends of what it is connected to.
@@ -782,7 +522,7 @@ async fn follow(agent: &Rc<Agent>, op: &Rc<Op>, child: Child, timeout_ms: u64) -
             return failed(FailureCode::Io, format!("the program cannot be watched: {error}"));
         }
     };
-    op.run(pid, pidfd, tree.clone());
+    op.run(pid, pidfd, tree.clone(), None);
     let feeder = feed.map(|feed| {
         let op = op.clone();
         spawn_local(async move { op.input.feed(feed, op.terminal).await })
@@ -849,7 +589,7 @@ async fn follow(agent: &Rc<Agent>, op: &Rc<Op>, child: Child, timeout_ms: u64) -
 }
 
 /// Waits until then, or for ever.
-pub(crate) async fn until(when: Option<tokio::time::Instant>) {
+pub async fn until(when: Option<tokio::time::Instant>) {
     match when {
         Some(when) => sleep_until(when).await,
         None => pending().await,

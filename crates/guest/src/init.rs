@@ -55,24 +55,24 @@ pub fn run() -> ExitCode {
     let listener = match start() {
         Ok(listener) => listener,
         Err(error) => {
-            say(&format!("{BOOT_FAILED} {}", agent::explain(error.as_ref())));
+            say(format!("{BOOT_FAILED} {}", agent::explain(error.as_ref())));
             return end();
         }
     };
     match sys::fork_single_threaded() {
         Ok(Fork::Child) => {
             let error = agent::run(listener, Settings::new(Effects::Pid1));
-            say(&format!("pepo-guest: the agent ends: {error:?}"));
+            say(format!("pepo-guest: the agent ends: {error:?}"));
             ExitCode::FAILURE
         }
         Ok(Fork::Parent(child)) => {
             drop(listener);
             let how = reap_until(child);
-            say(&format!("{AGENT_DIED} {how}"));
+            say(format!("{AGENT_DIED} {how}"));
             end()
         }
         Err(error) => {
-            say(&format!("{BOOT_FAILED} no second process: {error}"));
+            say(format!("{BOOT_FAILED} no second process: {error}"));
             end()
         }
     }

@@ -7,15 +7,23 @@
 
 mod agent;
 mod attach;
+mod collect;
+mod dial;
 mod exec;
+mod files;
 mod init;
+mod input;
 mod mount;
 mod ring;
+mod shell;
 mod spawn;
 mod stream;
 mod sys;
+mod tar;
 mod tree;
 mod user;
+mod watch;
+mod wire;
 
 use std::path::PathBuf;
 use std::process::ExitCode;

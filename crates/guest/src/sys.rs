@@ -401,7 +401,12 @@ unsafe fn become_program(shared: &Shared<'_>) -> (Step, i32) {
             }
         }
         for (fd, number) in program.extra {
-            if libc::dup2(fd.as_raw_fd(), *number) < 0 {
+            let moved = match fd.as_raw_fd() {
+                // There already: it only has to outlive the exec.
+                fd if fd == *number => libc::fcntl(fd, libc::F_SETFD, 0),
+                fd => libc::dup2(fd, *number),
+            };
+            if moved < 0 {
                 return (Step::Setup, errno());
             }
         }
