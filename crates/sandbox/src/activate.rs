@@ -100,6 +100,10 @@ impl Warm {
     pub async fn activate(self, activation: Activate, cancel: &CancellationToken) -> Result<Active, Error> {
         let Warm { claim, plan, keeper, guest, .. } = self;
         let id = plan.id;
+        #[cfg(feature = "fake")]
+        if let Err(source) = claim.host().may(Step::Activate).await {
+            return Err(boot::give_back(claim, Error::Host { step: Step::Activate, id, source }).await);
+        }
         let outcome = tokio::select! {
             biased;
             () = cancel.cancelled() => Err(Error::Cancelled { id }),
@@ -196,7 +200,14 @@ impl Active {
             return collect(claim, Asked::No).await;
         }
         if !grace.is_zero() {
-            let asked = tokio::time::timeout(grace, guest.shutdown(grace));
+            let asked = tokio::time::timeout(grace, async {
+                #[cfg(feature = "fake")]
+                if claim.host().may(Step::Shutdown).await.is_err() {
+                    // A guest that does not answer.
+                    std::future::pending::<()>().await;
+                }
+                guest.shutdown(grace).await
+            });
             tokio::select! {
                 biased;
                 () = keeper.ended() => {}

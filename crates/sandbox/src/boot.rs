@@ -84,7 +84,7 @@ pub enum Error {
 }
 
 /// A step of the line.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 pub enum Step {
     /// Taking what does not run.
     Prepare,
@@ -251,6 +251,10 @@ impl Booted {
     pub async fn hello(self, cancel: &CancellationToken) -> Result<Warm, Error> {
         let Booted { claim, plan, keeper, since } = self;
         let id = plan.id;
+        #[cfg(feature = "fake")]
+        if let Err(source) = claim.host.may(Step::Hello).await {
+            return Err(give_back(claim, Error::Host { step: Step::Hello, id, source }).await);
+        }
         let guest = claim.host.guest(id);
         let knocking = tokio::time::timeout(HELLO_WITHIN, async {
             listening(&claim).await;

@@ -45,6 +45,9 @@ enum Way {
     Socket(PathBuf),
     /// A descriptor connected to the VMM's vsock socket, on which a port is then asked for.
     Vsock(Box<dyn Fn() -> Dialling + Send + Sync>),
+    /// A descriptor connected to the agent itself.
+    #[cfg(feature = "fake")]
+    Direct(Box<dyn Fn() -> Dialling + Send + Sync>),
 }
 
 impl Connector {
@@ -63,10 +66,26 @@ impl Connector {
         Connector(Arc::new(Way::Vsock(Box::new(move || Box::pin(dial())))))
     }
 
+    /// An agent that is a host process behind the wall: `dial` returns a stream connected to it.
+    #[cfg(feature = "fake")]
+    pub fn direct<F, D>(dial: F) -> Self
+    where
+        F: Fn() -> D + Send + Sync + 'static,
+        D: Future<Output = io::Result<OwnedFd>> + Send + 'static,
+    {
+        Connector(Arc::new(Way::Direct(Box::new(move || Box::pin(dial())))))
+    }
+
     /// A connected stream. The caller sets the deadline.
     pub(super) async fn connect(&self) -> io::Result<UnixStream> {
         match &*self.0 {
             Way::Socket(path) => UnixStream::connect(path).await,
+            #[cfg(feature = "fake")]
+            Way::Direct(dial) => {
+                let stream = std::os::unix::net::UnixStream::from(dial().await?);
+                stream.set_nonblocking(true)?;
+                UnixStream::from_std(stream)
+            }
             Way::Vsock(dial) => {
                 let stream = std::os::unix::net::UnixStream::from(dial().await?);
                 stream.set_nonblocking(true)?;
@@ -84,6 +103,8 @@ impl std::fmt::Debug for Connector {
         match &*self.0 {
             Way::Socket(path) => write!(f, "Connector({})", path.display()),
             Way::Vsock(_) => f.write_str("Connector(vsock)"),
+            #[cfg(feature = "fake")]
+            Way::Direct(_) => f.write_str("Connector(direct)"),
         }
     }
 }

@@ -42,6 +42,8 @@ struct Inner {
     lost: watch::Receiver<bool>,
     slots: Mutex<Slots>,
     leaving: AtomicBool,
+    #[cfg(feature = "fake")]
+    fakes: Mutex<std::collections::HashSet<SandboxId>>,
 }
 
 #[derive(Default)]
@@ -79,6 +81,8 @@ impl Host {
             lost,
             slots: Mutex::default(),
             leaving: AtomicBool::new(false),
+            #[cfg(feature = "fake")]
+            fakes: Mutex::default(),
         }));
         tokio::spawn(read(Arc::clone(&socket), Arc::downgrade(&host.0), gone));
         tokio::spawn(write(socket, queue));
@@ -106,6 +110,7 @@ impl Host {
     /// [`Refusal::Invalid`], [`Refusal::SlotTaken`], [`Refusal::UidInUse`], [`Refusal::NoSpace`], [`Refusal::Missing`],
     /// [`Refusal::Step`].
     pub async fn prepare(&self, plan: &Plan) -> Result<(), Error> {
+        self.note(plan);
         match self.ask("prepare", Request::Prepare { plan: Box::new(plan.clone()) }, SLOW).await? {
             (Reply::Done, _) => Ok(()),
             _ => Err(Error::Confused { what: "prepare" }),
@@ -156,6 +161,7 @@ impl Host {
     pub async fn adopt(&self, id: SandboxId) -> Result<(Plan, Keeper), Error> {
         match self.ask("adopt", Request::Adopt { id }, QUICK).await? {
             (Reply::Plan { plan }, fds) => {
+                self.note(&plan);
                 lock(&self.0.slots).taken.insert(id.slot().number());
                 Ok((*plan, Keeper::new("adopt", fds)?))
             }
@@ -166,10 +172,31 @@ impl Host {
     /// The guest of a Sandbox, reached through [`Host::connect`]. Does not connect.
     pub fn guest(&self, id: SandboxId) -> Guest {
         let host = self.clone();
-        Guest::new(Connector::vsock(move || {
+        let dial = move || {
             let host = host.clone();
             async move { host.connect(id).await.map_err(io::Error::other) }
-        }))
+        };
+        #[cfg(feature = "fake")]
+        if lock(&self.0.fakes).contains(&id) {
+            return Guest::new(Connector::direct(dial));
+        }
+        Guest::new(Connector::vsock(dial))
+    }
+
+    /// Remembers which guests are host processes: no port is asked for on their streams.
+    fn note(&self, plan: &Plan) {
+        #[cfg(feature = "fake")]
+        if plan.vmm == crate::plan::Vmm::Fake {
+            lock(&self.0.fakes).insert(plan.id);
+        }
+        #[cfg(not(feature = "fake"))]
+        let _ = plan;
+    }
+
+    /// Whether a step of the guest's may go on: tests make it fail.
+    #[cfg(feature = "fake")]
+    pub(crate) async fn may(&self, step: crate::boot::Step) -> Result<(), Error> {
+        self.ask("may", Request::May { step }, QUICK).await.map(drop)
     }
 
     /// What a Sandbox left to tell how it ended, and its console so far. Valid until it is released.

@@ -14,6 +14,8 @@
 
 mod client;
 mod evidence;
+#[cfg(feature = "fake")]
+mod fake;
 mod serve;
 mod split;
 pub(crate) mod wire;

@@ -53,9 +53,7 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     }
     let daemon = rustix::process::pidfd_open(config.daemon, PidfdFlags::empty())?;
     let signals = sys::signals(&[libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGCHLD])?;
-    rights::keep_only(rights::HOST)?;
-    let cgroups = Hierarchies::detect().map_err(io::Error::other)?;
-    cgroups.ready().map_err(io::Error::other)?;
+    let cgroups = rights_and_cgroups()?;
     let instance = &config.instance;
     let place = Place::open(instance.tag(), instance.block(), instance.jails(), cgroups)?;
     let work = Work::new(place, &config)?;
@@ -79,6 +77,18 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     // directory, and the next start finds it.
     let _ = config.instance.end();
     served.map(|()| code)
+}
+
+fn rights_and_cgroups() -> io::Result<Hierarchies> {
+    #[cfg(feature = "fake")]
+    if super::fake::is_bare() {
+        super::fake::without_rights()?;
+        return Ok(Hierarchies::none());
+    }
+    rights::keep_only(rights::HOST)?;
+    let cgroups = Hierarchies::detect().map_err(io::Error::other)?;
+    cgroups.ready().map_err(io::Error::other)?;
+    Ok(cgroups)
 }
 
 /// What one Sandbox's requests share.
@@ -211,6 +221,8 @@ impl Serve {
             }
             Request::Usage { id } => self.work.usage(id).map(|usage| (Reply::Usage { usage }, Vec::new())),
             Request::Evidence { id } => Ok(self.work.evidence(id)),
+            #[cfg(feature = "fake")]
+            Request::May { step } => self.work.may(step).map(|()| (Reply::Done, Vec::new())),
             Request::Build { plan } => self.build(*plan).map(|events| (Reply::Done, vec![events])).map_err(unbuilt),
             Request::BuildEnd => self.end_build().map(|()| (Reply::Done, Vec::new())).map_err(unbuilt),
             Request::BuildKill => self.kill_builder().map(|()| (Reply::Done, Vec::new())).map_err(unbuilt),
@@ -258,6 +270,15 @@ impl Serve {
         lane.cancelled.store(true, std::sync::atomic::Ordering::Release);
         let mut made = lock(&lane.turn);
         made.let_go();
+        #[cfg(feature = "fake")]
+        {
+            self.work
+                .may(crate::boot::Step::Release)
+                .map_err(|fault| Refusal::Owed { id, left: vec![fault.to_string()] })?;
+            if self.work.is_fake(id) {
+                self.work.end_fake(id);
+            }
+        }
         let released = Holdings::of(&self.work.place, id).release();
         made.reap();
         if released.is_ok() {

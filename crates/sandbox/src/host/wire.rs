@@ -51,6 +51,9 @@ pub(crate) enum Request {
     Evidence { id: SandboxId },
     /// What it uses: `Usage`.
     Usage { id: SandboxId },
+    /// Whether that step of the guest's may go on (tests make it fail): `Done`.
+    #[cfg(feature = "fake")]
+    May { step: crate::boot::Step },
     /// Give all of it back: `Done`.
     Release { id: SandboxId },
     /// Give back what carries our tag and is not kept: `Leftovers`.

@@ -24,6 +24,8 @@ use crate::keeper::{FIXED_FDS, Order, Said, connect};
 use crate::plan::{Plan, StatePath};
 use crate::vmm::closure::{self, Programs, Sources};
 use crate::vmm::{Boot, qemu, vsock};
+#[cfg(feature = "fake")]
+use crate::{boot::Step, plan::Vmm};
 use crate::{disk, proc, sys};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
@@ -47,7 +49,7 @@ const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 pub(super) struct Work {
     pub place: Place,
     state: OwnedFd,
-    state_path: PathBuf,
+    pub state_path: PathBuf,
     daemon_uid: u32,
     sources: Sources,
     programs: Mutex<Option<Programs>>,
@@ -59,6 +61,8 @@ pub(super) struct Work {
 pub(super) struct Made {
     prepared: Option<Prepared>,
     keeper: Option<OwnedFd>,
+    #[cfg(feature = "fake")]
+    fake: bool,
 }
 
 #[derive(Debug)]
@@ -85,7 +89,7 @@ impl Made {
 }
 
 /// A step that failed.
-fn failed(step: &str, error: impl std::error::Error) -> Refusal {
+pub(super) fn failed(step: &str, error: impl std::error::Error) -> Refusal {
     Refusal::Step { step: step.to_owned(), reason: chain(&error) }
 }
 
@@ -122,6 +126,14 @@ impl Work {
         let id = plan.id;
         let going_on = || if lane.cancelled.load(Ordering::Acquire) { Err(Refusal::Released { id }) } else { Ok(()) };
         going_on()?;
+        #[cfg(feature = "fake")]
+        {
+            self.may(Step::Prepare)?;
+            if plan.vmm == Vmm::Fake {
+                made.fake = true;
+                return self.prepare_fake(plan);
+            }
+        }
         self.programs()?;
         let kernel = self.file(&plan.kernel, Readers::Jailed)?;
         let initramfs = self.file(&plan.initramfs, Readers::Jailed)?;
@@ -159,6 +171,13 @@ impl Work {
 
     /// Starts the keeper and waits until it says that everything runs. Its pidfd is the answer.
     pub fn start(&self, id: SandboxId, lane: &Lane, made: &mut Made) -> Result<OwnedFd, Refusal> {
+        #[cfg(feature = "fake")]
+        {
+            self.may(Step::Start)?;
+            if made.fake {
+                return self.start_fake(id);
+            }
+        }
         let Some(prepared) = made.prepared.take() else {
             return Err(Refusal::NotThere { id, state: "is not prepared".to_owned() });
         };
@@ -210,7 +229,7 @@ impl Work {
     }
 
     /// Writes down who the keeper is before it is told anything.
-    fn record(&self, id: SandboxId, pid: u32) -> Result<OwnedFd, Refusal> {
+    pub(super) fn record(&self, id: SandboxId, pid: u32) -> Result<OwnedFd, Refusal> {
         let gone = || io::Error::from(io::ErrorKind::NotFound);
         let start = proc::start_time(pid).ok_or_else(gone).map_err(|error| failed("look at the keeper", error))?;
         let keeper = proc::open_exact(pid, start).map_err(|error| failed("hold the keeper", error))?;
@@ -245,6 +264,10 @@ impl Work {
 
     /// A stream to the Sandbox's vsock device. [`Refusal::Step`]: its queue is full just now.
     pub fn connect(&self, id: SandboxId) -> Result<OwnedFd, Refusal> {
+        #[cfg(feature = "fake")]
+        if self.is_fake(id) {
+            return self.connect_fake(id);
+        }
         let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
         let directory =
             self.place.open_at(id, file::VSOCK, OFlags::DIRECTORY).map_err(|_| not_there("is not there"))?;
@@ -268,6 +291,8 @@ impl Work {
     /// The keeper's two files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
     pub fn evidence(&self, id: SandboxId) -> (Reply, Vec<OwnedFd>) {
         let uid = self.place.block.uids(id.slot()).keeper;
+        #[cfg(feature = "fake")]
+        let uid = if self.is_fake(id) { rustix::process::geteuid().as_raw() } else { uid };
         let open = |name: &str| {
             let path = format!("{}/{name}", file::KEEP);
             let fd = self.place.open_at(id, &path, OFlags::RDONLY | OFlags::NONBLOCK).ok()?;
@@ -280,6 +305,10 @@ impl Work {
     }
 
     pub fn usage(&self, id: SandboxId) -> Result<Usage, Refusal> {
+        #[cfg(feature = "fake")]
+        if self.is_fake(id) {
+            return Ok(Usage::default());
+        }
         let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
         leaf.usage().map_err(|error| Refusal::NotThere { id, state: format!("cannot be measured ({})", chain(&error)) })
     }
@@ -328,7 +357,7 @@ impl Work {
     }
 
     /// No other Sandbox has the slot, and nobody's process runs under its uids.
-    fn slot_is_free(&self, id: SandboxId) -> Result<(), Refusal> {
+    pub(super) fn slot_is_free(&self, id: SandboxId) -> Result<(), Refusal> {
         let slot = id.slot();
         let all = self.place.all().map_err(|error| failed("read the jails", error))?;
         if let Some(holder) = all.into_iter().find(|one| one.slot() == slot) {
