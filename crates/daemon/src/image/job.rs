@@ -37,6 +37,9 @@ const IN_MEMORY: u64 = 3 << 30;
 /// is looked at when its size is known.
 const LEAST_DISK: u64 = 600 << 20;
 
+/// Of the queue of events, what only steps may take.
+const KEPT_FOR_STEPS: usize = 2 * ALL_STEPS as usize;
+
 /// What a line of the builder can be at most: a log line with everything escaped.
 const TOLD: u64 = 8 * LINE as u64;
 
@@ -96,7 +99,8 @@ impl Order {
 
 impl Images {
     /// Builds an Image, or finds the one that was built from the same inputs before. Tells `events` what it does; of those
-    /// only the steps, progress and log lines: the end is what this returns. Dropped before its end, it kills the builder.
+    /// only the steps, progress and log lines: the end is what this returns. `events` should hold at least 32, of which a
+    /// reader that is slow gets what there is room for. Dropped before its end, it kills the builder.
     ///
     /// # Errors
     /// Any [`BuildError`]; nothing is left then.
@@ -110,7 +114,7 @@ impl Images {
             Ok(turn) => turn,
             Err(_) => {
                 let line = "another image is being built: waiting for it".to_owned();
-                let _ = events.send(BuildEvent::Log { line }).await;
+                let _ = events.try_send(BuildEvent::Log { line });
                 self.turn.lock().await
             }
         };
@@ -134,7 +138,7 @@ impl Images {
             return Err(BuildError::Failed(failure));
         }
         let name = "Check what was built".to_owned();
-        let _ = events.send(BuildEvent::Step { number: ALL_STEPS, of: ALL_STEPS, name }).await;
+        let _ = events.try_send(BuildEvent::Step { number: ALL_STEPS, of: ALL_STEPS, name });
         let images = Arc::clone(self);
         let output = directory.path.join(OUTPUT);
         let installed = tokio::task::spawn_blocking(move || {
@@ -149,14 +153,17 @@ impl Images {
     }
 
     /// The directory of one build, with the builder's input in it.
-    fn workplace(&self, order: &Order, inputs: &str) -> Result<Workplace, Error> {
+    fn workplace(&self, order: &Order, inputs: &str) -> Result<Workplace, BuildError> {
         let id = uuid::Uuid::now_v7().simple().to_string();
         let path = self.root().join(TEMPORARY).join(&id);
         let step = || format!("make {}", path.display());
         fs::create_dir(&path).map_err(at(step()))?;
         let place = Workplace { relative: format!("{DIRECTORY}/{TEMPORARY}/{id}"), path: path.clone() };
         let room = rustix::fs::statvfs(&place.path).map_err(|error| at("look at the disk")(error.into()))?;
-        place.has_room(room.f_bavail * room.f_frsize)?;
+        let available = room.f_bavail * room.f_frsize;
+        if available < LEAST_DISK {
+            return Err(Failure::Disk { needed_mib: LEAST_DISK >> 20, available_mib: available >> 20 }.into());
+        }
         let input = Input { recipe: order.recipe.clone(), inputs: inputs.to_owned(), mirror: order.mirror.clone() };
         let text = serde_json::to_vec(&input).map_err(|error| at(step())(error.into()))?;
         let file = place.path.join(INPUT);
@@ -182,14 +189,6 @@ impl Drop for Workplace {
 }
 
 impl Workplace {
-    fn has_room(&self, available: u64) -> Result<(), Error> {
-        if available >= LEAST_DISK {
-            return Ok(());
-        }
-        let reason = Failure::Disk { needed_mib: LEAST_DISK >> 20, available_mib: available >> 20 };
-        Err(at(format!("build in {}", self.path.display()))(io::Error::new(io::ErrorKind::StorageFull, reason)))
-    }
-
     fn plan(&self) -> Result<BuildPlan, Error> {
         let path = |name: &str| {
             let path = StatePath::new(format!("{}/{name}", self.relative));
@@ -288,8 +287,11 @@ async fn follow(from: OwnedFd, events: &mpsc::Sender<BuildEvent>) -> Option<Fail
             // A package script that writes where it should not: a line like any other.
             Err(_) => BuildEvent::Log { line: String::from_utf8_lossy(&line).trim_end().to_owned() },
         };
-        // Nobody listens: the build goes on to its end or until it is dropped.
-        let _ = events.send(event).await;
+        // A reader that stands still holds up nothing: it misses lines. Steps find room, since nothing else takes the last.
+        let passing = !matches!(event, BuildEvent::Step { .. });
+        if !passing || events.capacity() > KEPT_FOR_STEPS {
+            let _ = events.try_send(event);
+        }
     }
 }
 
@@ -340,6 +342,31 @@ mod tests {
         let passed = proxies(env.into_iter().map(|(name, value)| (name.to_owned(), value.to_owned())));
         assert_eq!(passed.len(), 2);
         assert!(passed.iter().all(|(name, _)| name.to_lowercase().ends_with("_proxy")));
+    }
+
+    #[tokio::test]
+    async fn a_reader_that_stands_still_gets_the_steps() {
+        let (reader, writer) = io::pipe().expect("pipe");
+        let (to, mut from) = mpsc::channel(32);
+        let writing = std::thread::spawn(move || {
+            let mut writer = File::from(OwnedFd::from(writer));
+            for number in 1..=STEPS {
+                let step = format!("{{\"told\":\"step\",\"number\":{number},\"name\":\"x\"}}\n");
+                io::Write::write_all(&mut writer, step.as_bytes()).expect("write");
+                for _ in 0..1000 {
+                    io::Write::write_all(&mut writer, b"{\"told\":\"log\",\"line\":\"y\"}\n").expect("write");
+                }
+            }
+        });
+        // Nobody reads before all of it has been written and followed.
+        assert_eq!(follow(OwnedFd::from(reader), &to).await, None);
+        writing.join().expect("written");
+        drop(to);
+        let mut steps = 0;
+        while let Some(event) = from.recv().await {
+            steps += u32::from(matches!(event, BuildEvent::Step { .. }));
+        }
+        assert_eq!(steps, STEPS);
     }
 
     #[tokio::test]
