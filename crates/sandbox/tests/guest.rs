@@ -395,6 +395,26 @@ async fn a_terminal_is_one_and_has_a_size() {
     assert!(run.err.is_empty());
 }
 
+#[tokio::test]
+async fn a_shell_keeps_its_state_between_commands() {
+    let agent = Agent::start().await;
+    let line = async |line: &str| {
+        let mut exec = argv([line]);
+        exec.shell = Some("main".into());
+        Run::of(agent.exec(op(), exec).await).await.unwrap()
+    };
+    let first = line("cd /usr; export A=5; b() { echo \"b $1\"; }; echo hi; false").await;
+    assert_eq!((first.text(), first.code(), first.end.cwd.as_deref()), ("hi\n", Some(1), Some("/usr")));
+    let second = line("echo $A $PWD; b x; echo oops >&2").await;
+    assert_eq!((second.text(), &second.err[..], second.code()), ("5 /usr\nb x\n", &b"oops\n"[..], Some(0)));
+    let mut slow = argv(["sleep 7121.1"]);
+    slow.shell = Some("main".into());
+    slow.timeout_ms = 300;
+    let run = Run::of(agent.exec(op(), slow).await).await.unwrap();
+    assert_eq!(run.end.cause, Cause::Timeout);
+    assert_eq!(line("echo still $A").await.text(), "still 5\n");
+}
+
 /// The agent against a host that lies: it says so, stays, and takes no memory.
 #[tokio::test]
 async fn hostile_frames_do_not_harm_the_agent() {
