@@ -74,6 +74,9 @@ const OPTIONS: [&str; 14] = [
     "scratch",
 ];
 
+/// Templates kept: each costs the host what an empty file system of its size has written, 200 KiB to a few MiB.
+const TEMPLATES: usize = 16;
+
 /// A fresh scratch disk of that size, open for reading and writing, without a name.
 ///
 /// # Errors
@@ -115,7 +118,31 @@ fn template(jails: &Path, mkfs: &Path, mib: u32) -> Result<File, Error> {
         let _ = fs::remove_file(&new);
     }
     made?;
-    File::open(&path).map_err(at("open", &path))
+    let template = File::open(&path).map_err(at("open", &path))?;
+    forget_oldest(&directory).map_err(at("tidy", &directory))?;
+    Ok(template)
+}
+
+/// Sizes are the callers' to choose: only so many templates are kept, the longest unused going first.
+fn forget_oldest(directory: &Path) -> io::Result<()> {
+    let mut templates = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if path.extension().is_some_and(|extension| extension == "ext4")
+            && let Ok(meta) = fs::metadata(&path)
+        {
+            templates.push((meta.accessed().or_else(|_| meta.modified())?, path));
+        }
+    }
+    templates.sort_unstable();
+    let over = templates.len().saturating_sub(TEMPLATES);
+    for (_, path) in &templates[..over] {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 fn make(path: &Path, mkfs: &Path, mib: u32) -> Result<(), Error> {
@@ -212,6 +239,15 @@ mod tests {
         let names: Vec<_> =
             fs::read_dir(jails.path()).expect("read").flatten().map(|entry| entry.file_name()).collect();
         assert_eq!(names, ["templates"]);
+    }
+
+    #[test]
+    fn templates_do_not_pile_up() {
+        let jails = tempfile::tempdir().expect("directory");
+        for mib in 16..16 + TEMPLATES as u32 + 4 {
+            scratch(jails.path(), Path::new(MKFS), mib).expect("disk");
+        }
+        assert_eq!(fs::read_dir(jails.path().join("templates")).expect("read").count(), TEMPLATES);
     }
 
     #[test]

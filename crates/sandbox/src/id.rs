@@ -219,6 +219,12 @@ impl UidBlock {
         Uids { keeper: first, vmm: first + 1, vsock: first + 2, relay: first + 3 }
     }
 
+    /// The slot to which a uid belongs, if it is a Sandbox's.
+    pub fn slot_of(self, uid: u32) -> Option<Slot> {
+        let offset = uid.checked_sub(self.first).filter(|offset| *offset < Self::SANDBOXES)?;
+        Slot::new(u16::try_from(offset / 4).ok()?)
+    }
+
     /// The first of the [`UidBlock::BUILDER`] uids onto which a builder's user namespace is mapped.
     pub fn builder(self) -> u32 {
         self.first + Self::SANDBOXES
@@ -316,6 +322,7 @@ mod tests {
             for uid in block.uids(slot(a)).all() {
                 prop_assert!(!block.uids(slot(b)).all().contains(&uid));
                 prop_assert!(block.holds(uid));
+                prop_assert_eq!(block.slot_of(uid), Some(slot(a)));
                 prop_assert!(uid < block.builder());
             }
         }

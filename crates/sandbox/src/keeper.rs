@@ -52,6 +52,8 @@ pub(crate) struct Order {
     pub uids: Uids,
     /// What to boot; kernel and initramfs are filled in by the keeper.
     pub boot: Boot,
+    /// The rate of this machine's time stamp counter, in kHz.
+    pub tsc_khz: Option<u64>,
     /// The VMM.
     pub qemu: Closure,
     /// The vsock device.

@@ -3,24 +3,34 @@
 //! An instance sweeps its own tag, through the privileged side that holds its lease. Tags whose lease nobody holds are
 //! looked at by [`look`] and swept by [`sweep_stale`], which holds the lease meanwhile.
 
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
-use std::time::SystemTime;
+use std::time::{Duration, SystemTime};
 
 use crate::builder;
 use crate::cgroup::Hierarchies;
 use crate::held::{Holdings, Place};
 use crate::host::Leftover;
-use crate::id::SandboxId;
+use crate::id::{SandboxId, Slot};
+use crate::proc::{self, Process};
 use crate::registry::{self, Holder, Lease};
 
-/// What of this instance is on the host and not kept, and whether `act` removed it.
+/// What of this instance is on the host and not kept, and whether `act` removed it. `kept` is asked after the host was looked
+/// at, so that what is made meanwhile can be in it.
 ///
 /// # Errors
 /// The jails cannot be read.
-pub fn sweep(place: &Place, keep: &[SandboxId], owner: &Path, act: Act) -> std::io::Result<Vec<Leftover>> {
+pub fn sweep(
+    place: &Place,
+    kept: &dyn Fn(SandboxId) -> bool,
+    owner: &Path,
+    act: Act,
+) -> std::io::Result<Vec<Leftover>> {
+    let strays: Vec<Process> = proc::of_uids(place.block).collect();
+    let all = place.all()?;
     let mut left = Vec::new();
-    for id in place.all()?.into_iter().filter(|id| !keep.contains(id)) {
+    for id in all.iter().copied().filter(|id| !kept(*id)) {
         let age = age_seconds(place, id);
         let present = Holdings::of(place, id).present();
         let removed = match act {
@@ -36,8 +46,34 @@ pub fn sweep(place: &Place, keep: &[SandboxId], owner: &Path, act: Act) -> std::
             removed: removed.clone(),
         }));
     }
+    // Processes under uids of a slot to which nothing else leads any more. (A builder's are the builder's to sweep.)
+    let led_to = |slot: Slot| all.iter().any(|id| id.slot() == slot);
+    for process in strays {
+        let Some(slot) = place.block.slot_of(process.uid).filter(|slot| !led_to(*slot)) else { continue };
+        left.push(Leftover {
+            kind: "process".to_owned(),
+            name: format!("{} {} of slot {}", process.pid, process.name, slot.number()),
+            tag: place.tag.to_string(),
+            owner: Some(owner.to_owned()),
+            age_seconds: None,
+            removed: (act == Act::Remove).then(|| end(&process)),
+        });
+    }
     Ok(left)
 }
+
+fn end(process: &Process) -> Result<(), String> {
+    let Ok(pidfd) = proc::open(process.pid) else { return Ok(()) };
+    // Opened first, then seen to be under that uid still: the pid may be another's by now.
+    if proc::read(process.pid).is_none_or(|now| now.uid != process.uid) {
+        return Ok(());
+    }
+    proc::kill(pidfd.as_fd()).map_err(|error| error.to_string())?;
+    if proc::wait(pidfd.as_fd(), DEAD_WITHIN) { Ok(()) } else { Err("it does not end".to_owned()) }
+}
+
+/// How long a killed process may take to be gone.
+const DEAD_WITHIN: Duration = Duration::from_secs(10);
 
 /// Whether to look or to remove.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -99,11 +135,11 @@ fn stale(act: Act, only: Option<&Path>) -> std::io::Result<Vec<Leftover>> {
 fn of_lease(lease: &Lease, cgroups: Hierarchies, act: Act) -> std::io::Result<Vec<Leftover>> {
     let mut left = of_builder(lease, act);
     left.extend(match Place::open(lease.tag, lease.block, &lease.jails, cgroups.clone()) {
-        Ok(place) => sweep(&place, &[], &lease.state, act)?,
+        Ok(place) => sweep(&place, &|_| false, &lease.state, act)?,
         // Its directory is gone; cgroups and processes may be there all the same, and lead to their ids.
         Err(_) => {
             let place = Place::without_jails(lease.tag, lease.block, cgroups)?;
-            sweep(&place, &[], &lease.state, act)?
+            sweep(&place, &|_| false, &lease.state, act)?
         }
     });
     Ok(left)

@@ -215,7 +215,10 @@ impl Serve {
             }
             Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
             Request::Sweep { keep } => {
-                let left = sweep::sweep(&self.work.place, &keep, &self.owner, Act::Remove)
+                // What this life made, or is making, has a lane since before its directory: it is no leftover, whether pepod
+                // knew of it when it asked or not.
+                let kept = |id| keep.contains(&id) || lock(&self.lanes).contains_key(&id);
+                let left = sweep::sweep(&self.work.place, &kept, &self.owner, Act::Remove)
                     .map_err(|error| Refusal::Step { step: "sweep".to_owned(), reason: error.to_string() })?;
                 Ok((Reply::Leftovers { left }, Vec::new()))
             }

@@ -23,7 +23,7 @@ use crate::id::{SandboxId, file, process};
 use crate::keeper::{FIXED_FDS, Order, Said, connect};
 use crate::plan::{Plan, StatePath};
 use crate::vmm::closure::{self, Programs, Sources};
-use crate::vmm::{Boot, qemu, vsock};
+use crate::vmm::{Boot, clock, qemu, vsock};
 #[cfg(feature = "fake")]
 use crate::{boot::Step, plan::Vmm};
 use crate::{disk, proc, sys};
@@ -108,6 +108,8 @@ impl Work {
     pub fn new(place: Place, config: &HostConfig) -> io::Result<Self> {
         let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
         let state = rustix::fs::open(config.instance.state(), flags, Mode::empty())?;
+        // Measured while nobody waits for it.
+        std::thread::spawn(clock::tsc_khz);
         let sources = Sources { qemu: config.qemu.clone(), vsock_device: config.vsock_device.clone() };
         Ok(Work {
             place,
@@ -210,6 +212,7 @@ impl Work {
                 throttle: None,
                 uid: uids.vmm,
             },
+            tsc_khz: clock::tsc_khz(),
             qemu: programs.qemu,
             vsock_device: programs.vsock_device,
         };
@@ -329,6 +332,13 @@ impl Work {
             },
             error => failed("copy the VMM", error),
         })?;
+        // Those of an earlier release go when nothing runs in them.
+        if self.place.all().is_ok_and(|ids| ids.is_empty())
+            && let Err(error) =
+                closure::remove_unused(&self.place.path, &[&made.qemu.digest, &made.vsock_device.digest])
+        {
+            return Err(failed("remove an old copy of the VMM", error));
+        }
         *programs = Some(made.clone());
         Ok(made)
     }

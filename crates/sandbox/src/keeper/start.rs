@@ -12,6 +12,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::process::{Resource, Rlimit};
 
 use super::watch::{Kept, Program};
 use super::{Error, FIXED_FDS, Order, tried};
@@ -23,13 +24,19 @@ use crate::plan::StatePath;
 use crate::proc;
 use crate::rights;
 use crate::sys;
-use crate::vmm::{Descriptors, qemu, vsock};
+use crate::vmm::{Descriptors, clock, qemu, vsock};
 
 /// The launcher of jails: this very program, even if its file has been replaced meanwhile.
 const LAUNCHER: &str = "/proc/self/exe";
 
 /// How long the vsock device may take to listen: a start of 20 ms, on a machine with twenty others starting.
 const LISTEN_WITHIN: Duration = Duration::from_secs(20);
+
+/// The largest file a keeper writes: its console ring has 256 KiB, its record a few.
+const LARGEST_FILE: u64 = 1 << 20;
+
+/// Descriptors a keeper has; about 12.
+const OPEN_FILES: u64 = 64;
 
 /// How long between two looks for its socket.
 const LOOK: Duration = Duration::from_millis(2);
@@ -46,6 +53,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     const { assert!(FIXED_FDS == 6) }
     join(fds, &order)?;
     namespaces()?;
+    clock::measured(order.tsc_khz);
     order.boot.kernel = mount_file(&order, &order.kernel, "kernel", &kernel)?;
     order.boot.initrd = mount_file(&order, &order.initramfs, "initrd", &initramfs)?;
     drop((kernel, initramfs));
@@ -78,6 +86,10 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     let device = Program::new(device, device_log).map_err(tried("watch the vsock device"))?;
     let vmm = Program::new(vmm, vmm_log).map_err(tried("watch the VMM"))?;
     leave_root(&order.directory)?;
+    for (what, most) in [(Resource::Fsize, LARGEST_FILE), (Resource::Core, 0), (Resource::Nofile, OPEN_FILES)] {
+        let limit = Rlimit { current: Some(most), maximum: Some(most) };
+        rustix::process::setrlimit(what, limit).map_err(tried("limit the keeper"))?;
+    }
     rights::become_user(order.uids.keeper, order.uids.keeper).map_err(tried("give up all rights"))?;
     let kept = Kept::new(vmm, device, console.into(), UnixStream::from(control), console_ring, keep, oom.into())?;
     super::filter::enter().map_err(tried("forbid all other system calls"))?;
@@ -254,4 +266,32 @@ fn leave_root(directory: &Path) -> Result<(), Error> {
     rustix::process::pivot_root(".", ".").map_err(step())?;
     rustix::mount::unmount(".", UnmountFlags::DETACH).map_err(step())?;
     rustix::process::chdir("/").map_err(step())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::fs::symlink;
+    use std::os::unix::net::UnixListener;
+
+    use super::*;
+
+    #[test]
+    fn a_socket_is_reached_only_if_it_is_the_one_meant() {
+        let place = tempfile::tempdir().expect("directory");
+        let ours = rustix::process::geteuid().as_raw();
+        let directory = File::open(place.path()).expect("open");
+        let _listener = UnixListener::bind(place.path().join("real")).expect("bind");
+        connect(directory.as_fd(), "real", ours).expect("the real one");
+        let refused = |name: &str, uid| connect(directory.as_fd(), name, uid).expect_err(name);
+        refused("real", ours + 1);
+        symlink(place.path().join("real"), place.path().join("link")).expect("link");
+        refused("link", ours);
+        std::fs::create_dir(place.path().join("below")).expect("directory");
+        symlink(place.path(), place.path().join("below/up")).expect("link");
+        refused("below/up/real", ours);
+        refused("../real", ours);
+        std::fs::write(place.path().join("file"), "x").expect("file");
+        refused("file", ours);
+        assert_eq!(refused("absent", ours).kind(), io::ErrorKind::NotFound);
+    }
 }

@@ -21,6 +21,7 @@ pub const ALL: &[(&str, fn())] = &[
     ("a_killed_vmm_is_told", || endings("vmm", "vmm_exit")),
     ("a_killed_vsock_device_is_told", || endings("device", "vmm_exit")),
     ("a_killed_keeper_is_told", || endings("keeper", "killed_outside")),
+    ("memory_over_the_cap_is_told", || endings("memory", "out_of_memory")),
     ("a_sandbox_outlives_its_pepod_and_is_adopted", adopted),
     ("what_a_dead_pepod_left_is_swept", swept),
     ("a_boot_can_be_cancelled_at_any_moment", cancelled),
@@ -200,6 +201,13 @@ fn endings(how: &str, cause: &str) {
     match how {
         "vmm" => kill(&process_of(&hex, |name, _| name.starts_with("qemu"))),
         "device" => kill(&process_of(&hex, |name, _| name.starts_with("vhost-device"))),
+        "memory" => {
+            // The cap is far above what a guest can use; here it is brought down to what this one uses already.
+            let (usage, limit) = memory_files(&hex);
+            let used: u64 = fs::read_to_string(usage).unwrap().trim().parse().unwrap();
+            fs::write(limit, (used + (4 << 20)).to_string()).unwrap();
+            std::io::Write::write_all(life.child.stdin.as_mut().unwrap(), b"\n").unwrap();
+        }
         "keeper" => kill(&process_of(&hex, |name, _| name == "pepo-keeper")),
         _ => {}
     }
@@ -211,6 +219,28 @@ fn endings(how: &str, cause: &str) {
     assert_eq!(life.line("cause "), cause);
     life.ends_well();
     assert_clean(state.path());
+}
+
+/// The files of a Sandbox's cgroup that say what memory it uses and may use.
+fn memory_files(hex: &str) -> (std::path::PathBuf, std::path::PathBuf) {
+    let cgroup =
+        fs::read_to_string(format!("/proc/{}/cgroup", process_of(hex, |name, _| name == "pepo-keeper"))).unwrap();
+    let path = |controller: &str| {
+        cgroup.lines().find_map(|line| {
+            let mut parts = line.splitn(3, ':').skip(1);
+            (parts.next()? == controller).then(|| parts.next().unwrap().trim_start_matches('/').to_owned())
+        })
+    };
+    match path("memory") {
+        Some(path) => {
+            let leaf = Path::new("/sys/fs/cgroup/memory").join(path);
+            (leaf.join("memory.usage_in_bytes"), leaf.join("memory.limit_in_bytes"))
+        }
+        None => {
+            let leaf = Path::new("/sys/fs/cgroup").join(path("").unwrap());
+            (leaf.join("memory.current"), leaf.join("memory.max"))
+        }
+    }
 }
 
 /// Process ids in the Sandbox's cgroup whose name fits.
@@ -341,6 +371,13 @@ fn jailed() {
             }
         }
     }
+    // Nothing is bound where a guest that dials out could reach it.
+    let sockets: Vec<_> = fs::read_dir(state.path().join("jail").join(&hex).join("vsock"))
+        .unwrap()
+        .flatten()
+        .map(|entry| entry.file_name())
+        .collect();
+    assert!(sockets.iter().all(|name| name == "stream.sock" || name == "device.sock"), "{sockets:?}");
     let network = fs::read_to_string(format!("/proc/{vmm}/net/dev")).unwrap();
     assert_eq!(network.lines().count(), 3, "more than the loopback: {network}");
 
