@@ -47,6 +47,12 @@ impl Failure {
         self
     }
 
+    /// Puts behind the sentence why.
+    pub fn because(mut self, why: impl fmt::Display) -> Self {
+        self.message = format!("{}: {why}", self.message);
+        self
+    }
+
     /// Puts before the sentence what was being done.
     pub fn doing(mut self, what: impl fmt::Display) -> Self {
         self.message = format!("{what}: {}", self.message);
@@ -139,8 +145,12 @@ pub fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-fn why(ended: &Ended) -> String {
-    format!("{}, at {}", reason(ended.reason), ended.at.strftime("%H:%M:%S UTC"))
+/// Why something ended, in words.
+pub fn why(ended: &Ended) -> String {
+    match ended.message.is_empty() {
+        true => reason(ended.reason).to_owned(),
+        false => format!("{}: {}", reason(ended.reason), ended.message),
+    }
 }
 
 /// A reason in words.
@@ -186,7 +196,7 @@ mod tests {
             r#"{"reason": "guest_panic", "at": "1970-01-01T00:00:00Z", "last_console_lines": ["panic\u001b[2J"]}"#;
         error.ended = Some(serde_json::from_str(ended).unwrap());
         let failure = Failure::from(ClientError::Api(Box::new(error)));
-        assert_eq!(failure.message(), "the Sandbox ended (the guest's kernel panicked, at 00:00:00 UTC)");
+        assert_eq!(failure.message(), "the Sandbox ended (the guest's kernel panicked)");
         assert_eq!(failure.code, Some(137));
         assert_eq!(failure.hints, ["look at the console"]);
         assert_eq!(failure.console, ["panic\x1b[2J"]);

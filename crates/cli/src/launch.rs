@@ -156,7 +156,9 @@ pub fn open_lock(path: &Path) -> Outcome<File> {
         .map_err(|error| Failure::new(format!("cannot open {}: {error}", path.display())))
 }
 
+/// A new log; the one before stays beside it, since it may say why there is a new one.
 fn open_log(path: &Path) -> Outcome<File> {
+    let _ = std::fs::rename(path, path.with_extension("log.1"));
     std::fs::OpenOptions::new()
         .write(true)
         .create(true)

@@ -110,6 +110,11 @@ pub fn mebibytes(mib: u32) -> String {
     if mib >= 1024 && mib.is_multiple_of(1024) { format!("{}G", mib / 1024) } else { format!("{mib}M") }
 }
 
+/// A time to the second.
+pub fn time(at: jiff::Timestamp) -> String {
+    at.strftime("%Y-%m-%d %H:%M:%S UTC").to_string()
+}
+
 /// How long ago, in the largest unit that fits.
 pub fn ago(then: jiff::Timestamp, now: jiff::Timestamp) -> String {
     let seconds = (now.as_second() - then.as_second()).max(0);

@@ -163,7 +163,7 @@ fn details(image: &Record) -> String {
         ("kernel", image.kernel.clone()),
         ("packages", image.packages.to_string()),
         ("in use by", format!("{} Sessions", image.in_use)),
-        ("created", image.created_at.to_string()),
+        ("created", render::time(image.created_at)),
     ])
 }
 

@@ -241,11 +241,11 @@ pub async fn wait_active(client: &Client, session: &Session, notes: Notes) -> Ou
 }
 
 fn not_started(session: &Session) -> Failure {
-    let mut failure = Failure::new(format!("Session {} did not start", session.id));
-    if let Some(ended) = &session.ended {
-        failure = Failure::new(format!("Session {} did not start: {}", session.id, fail::reason(ended.reason)))
-            .console(&ended.last_console_lines);
-    }
+    let failure = Failure::new(format!("Session {} did not start", session.id));
+    let failure = match &session.ended {
+        Some(ended) => failure.because(fail::why(ended)).console(&ended.last_console_lines),
+        None => failure,
+    };
     failure.hint("`pepo doctor` looks at this host")
 }
 

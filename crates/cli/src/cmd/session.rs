@@ -288,13 +288,13 @@ fn details(session: &Record) -> String {
     let pairs = |map: &std::collections::BTreeMap<String, String>| {
         map.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
     };
-    let time = |at: Option<jiff::Timestamp>| at.map_or_else(String::new, |at| at.to_string());
+    let time = |at: Option<jiff::Timestamp>| at.map_or_else(String::new, render::time);
     let ended = session.ended.as_ref();
     let mut text = render::fields(&[
         ("id", session.id.to_string()),
         ("name", session.name.clone().unwrap_or_default()),
         ("state", render::word(&session.state)),
-        ("ended", ended.map_or_else(String::new, |e| format!("{}, {}", fail::reason(e.reason), e.at))),
+        ("ended", ended.map_or_else(String::new, |e| format!("{}, {}", fail::why(e), render::time(e.at)))),
         ("image", format!("{} ({})", session.image, session.image_id)),
         ("cpus", session.cpus.to_string()),
         ("memory", render::mebibytes(session.memory_mib)),
@@ -306,7 +306,7 @@ fn details(session: &Record) -> String {
         ("sandbox", session.sandbox_id.map_or_else(String::new, |id| id.to_string())),
         ("env", pairs(&session.env)),
         ("labels", pairs(&session.labels)),
-        ("created", session.created_at.to_string()),
+        ("created", render::time(session.created_at)),
         ("active since", time(session.active_at)),
         ("expires", time(session.expires_at)),
     ]);
