@@ -22,7 +22,7 @@
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, BufRead, BufReader, Write};
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
@@ -285,7 +285,8 @@ impl Builder {
         let input = read_input(place, &plan.input)?;
         let first_uid = place.block.builder();
         let directory = place.directory();
-        make_directory(&directory, 0o711, None)?;
+        // Closed: set-user-id programs are unpacked below it, and nobody else on the host may run those.
+        make_directory(&directory, 0o700, None)?;
         make_directory(&directory.join(ROOT), 0o755, None)?;
         make_directory(&directory.join(OUT), 0o700, Some(first_uid))?;
         let room = match plan.room {
@@ -491,11 +492,6 @@ fn expect(answers: &mut impl BufRead, wanted: &str) -> Result<(), Error> {
         (Ok(_), line) => Err(Error::Start(line.escape_default().to_string())),
         (Err(error), _) => Err(Error::Start(format!("not {wanted}: {error}"))),
     }
-}
-
-/// The magic path of a descriptor of this process.
-fn through(fd: &impl AsRawFd) -> PathBuf {
-    PathBuf::from(format!("/proc/self/fd/{}", fd.as_raw_fd()))
 }
 
 #[cfg(test)]

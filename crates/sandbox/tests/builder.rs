@@ -171,6 +171,8 @@ impl Here {
         let tag: String =
             home.path().file_name().unwrap().to_string_lossy().to_lowercase().chars().skip(4).take(4).collect();
         fs::create_dir(home.path().join("jail")).unwrap();
+        // Closed to everybody but root: a builder needs no way through the directories above it.
+        fs::set_permissions(home.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         fs::write(home.path().join("input"), input).unwrap();
         std::os::unix::fs::chown(home.path().join("input"), Some(OWNER), Some(OWNER)).unwrap();
         Here { home, tag }

@@ -124,7 +124,7 @@ pub enum Failure {
         room_mib: u64,
     },
     /// The disk has too little room for the Image.
-    #[error("{needed_mib} MiB are needed for the image, {available_mib} MiB are available")]
+    #[error("too little disk space: the image needs {needed_mib} MiB, {available_mib} MiB are free")]
     Disk {
         /// What the Image takes.
         needed_mib: u64,

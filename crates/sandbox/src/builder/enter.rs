@@ -15,11 +15,12 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
+use rustix::fs::CWD;
+use rustix::mount::{MountFlags, MountPropagationFlags, MoveMountFlags, OpenTreeFlags, UnmountFlags};
 use rustix::process::{Resource, Rlimit, Signal};
 use rustix::thread::{Gid, Uid};
 
-use super::{Order, through};
+use super::Order;
 use crate::sys;
 
 /// The longest input, bytes: a recipe with its files.
@@ -65,7 +66,7 @@ pub fn enter(arguments: &[String]) -> Result<Inside, ExitCode> {
     };
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["outer"] => Err(outer(&control).unwrap_or_else(tell)),
-        ["inner", root] => inner(Path::new(root), &control).map_err(tell),
+        ["inner"] => inner(&control).map_err(tell),
         _ => Err(tell(io::Error::other("this mode is for pepod itself: use `pepo image build`"))),
     }
 }
@@ -96,6 +97,8 @@ fn outer(control: &UnixStream) -> io::Result<ExitCode> {
         | libc::CLONE_NEWUTS
         | libc::CLONE_NEWCGROUP;
     step("enter namespaces (are user namespaces allowed on this host?)", sys::unshare(namespaces))?;
+    // By our own working directory the inner process finds the root: the way there is closed to it.
+    step("enter the root", rustix::process::chdir(&order.root))?;
     let mut socket = control;
     socket.write_all(b"ready\n")?;
     let mut answer = String::new();
@@ -110,7 +113,6 @@ fn outer(control: &UnixStream) -> io::Result<ExitCode> {
     let child = Command::new("/proc/self/exe")
         .arg0("pepo-build")
         .args(["build", "inner"])
-        .arg(&order.root)
         .env("HOME", "/tmp")
         .stdin(Stdio::from(OwnedFd::from(control.try_clone()?)))
         .spawn();
@@ -230,22 +232,24 @@ fn lexical(path: &Path) -> PathBuf {
     out
 }
 
-fn inner(root: &Path, control: &UnixStream) -> io::Result<Inside> {
+fn inner(control: &UnixStream) -> io::Result<Inside> {
     let name: &CStr = c"pepo-build";
     step("set the name", rustix::thread::set_name(name))?;
     // Should the outer process be killed alone: then so are we, and the namespace with us.
     step("follow the outer process", rustix::process::set_parent_process_death_signal(Some(Signal::KILL)))?;
     let fixed = MountFlags::NOSUID | MountFlags::NODEV;
-    let proc = rustix::mount::mount("proc", root.join("proc"), "proc", fixed | MountFlags::NOEXEC, None);
+    let proc = rustix::mount::mount("proc", "proc", "proc", fixed | MountFlags::NOEXEC, None);
     step("mount proc", proc)?;
-    // What came from the other mount namespace is locked in place and cannot be a new root: a bind of it can.
-    step("bind the root", rustix::mount::mount_bind_recursive(root, root))?;
-    let opened = step("open the root", File::open(root))?;
-    step("enter the root", rustix::process::chdir(through(&opened)))?;
+    // What came from the other mount namespace is locked in place and cannot be a new root: a copy of it can.
+    let copy = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_RECURSIVE;
+    let tree = step("copy the root", rustix::mount::open_tree(CWD, ".", copy))?;
+    let whole = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    step("put the copy over the root", rustix::mount::move_mount(&tree, "", CWD, ".", whole))?;
+    step("enter the copy", rustix::process::fchdir(&tree))?;
     step("make it the root", rustix::process::pivot_root(".", "."))?;
     step("let go of the old root", rustix::mount::unmount(".", UnmountFlags::DETACH))?;
     step("enter the root", rustix::process::chdir("/"))?;
-    drop(opened);
+    drop(tree);
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     let none = Rlimit { current: Some(0), maximum: Some(0) };
     step("forbid core dumps", rustix::process::setrlimit(Resource::Core, none))?;
