@@ -33,7 +33,7 @@ use std::time::Duration;
 use rustix::fs::{Mode, OFlags, ResolveFlags};
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::{self, Hierarchies, Limits};
+use crate::cgroup::{self, Hierarchies, Limits, PERIOD_US};
 use crate::id::{Names, Tag, UidBlock};
 use crate::plan::StatePath;
 
@@ -297,7 +297,7 @@ impl Builder {
                 Some(room)
             }
         };
-        leaf.create(&Limits { memory_bytes: plan.memory_bytes, cpus: plan.cpus, pids: 4096 })?;
+        leaf.create(&Limits { memory_bytes: plan.memory_bytes, cpu_us: u64::from(plan.cpus) * PERIOD_US, pids: 4096 })?;
         let (ours, theirs) = UnixStream::pair().map_err(at("make the control socket"))?;
         let (events, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
             .map_err(|error| at("make the pipe of events")(error.into()))?;

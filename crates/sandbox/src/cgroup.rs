@@ -24,7 +24,7 @@ const NEEDED: [&str; 3] = ["cpu", "memory", "pids"];
 const USED_V1: [&str; 5] = ["cpu", "cpuacct", "memory", "pids", "freezer"];
 
 /// The period of a cpu quota, in microseconds: the kernel's default.
-const PERIOD_US: u64 = 100_000;
+pub const PERIOD_US: u64 = 100_000;
 
 /// How long between two looks at a cgroup that empties.
 const LOOK: Duration = Duration::from_millis(4);
@@ -67,8 +67,8 @@ fn at<'a>(what: &'static str, path: &'a Path) -> impl FnOnce(io::Error) -> Error
 pub struct Limits {
     /// Memory, in bytes; swap is off where the kernel can say so.
     pub memory_bytes: u64,
-    /// Processor time, in processors.
-    pub cpus: u32,
+    /// Processor time, in microseconds for each [`PERIOD_US`].
+    pub cpu_us: u64,
     /// Processes and threads.
     pub pids: u64,
 }
@@ -290,7 +290,7 @@ impl Leaf<'_> {
             let set_if_there =
                 |file: &str, text: String| if leaf.join(file).exists() { set(file, text) } else { Ok(()) };
             let memory = limits.memory_bytes.to_string();
-            let quota = (u64::from(limits.cpus) * PERIOD_US).to_string();
+            let quota = limits.cpu_us.to_string();
             let (names, v1): (&[String], bool) = match &one.version {
                 Version::V1(names) => (names, true),
                 Version::V2 { controllers } => (controllers, false),
@@ -496,7 +496,7 @@ fn keyed(text: &str, key: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { memory_bytes: 300 << 20, cpus: 2, pids: 100 };
+    const LIMITS: Limits = Limits { memory_bytes: 300 << 20, cpu_us: 200_000, pids: 100 };
 
     /// A tree of plain files that looks like a cgroup file system where this module looks.
     struct Tree(tempfile::TempDir);

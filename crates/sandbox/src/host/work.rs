@@ -17,7 +17,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
 use super::{Refusal, Usage};
-use crate::cgroup::Limits;
+use crate::cgroup::{self, Limits};
 use crate::held::{KeeperRecord, Place};
 use crate::id::{SandboxId, file, process};
 use crate::keeper::{FIXED_FDS, Order, Said, connect};
@@ -30,6 +30,10 @@ use crate::{disk, proc, sys};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
 const BESIDE_MIB: u64 = 64;
+
+/// Processor time beside the virtual processors', half of one: the VMM's main loop, the vsock device and the keeper work
+/// while the guest does, and a guest whose own processor had to pay for its disk and streams would get less than it was given.
+const BESIDE_CPU_US: u64 = cgroup::PERIOD_US / 2;
 
 /// Processes and threads of a Sandbox beside its virtual processors: QEMU has a main loop, a worker pool of up to 64, and
 /// an RCU thread; the device about 8; and the keeper.
@@ -145,7 +149,7 @@ impl Work {
         going_on()?;
         let limits = Limits {
             memory_bytes: (u64::from(plan.memory_mib) + u64::from(qemu::OVERHEAD_MIB) + BESIDE_MIB) << 20,
-            cpus: plan.cpus,
+            cpu_us: u64::from(plan.cpus) * cgroup::PERIOD_US + BESIDE_CPU_US,
             pids: u64::from(plan.cpus) + BESIDE_THREADS,
         };
         self.place

@@ -70,6 +70,7 @@ async fn unprivileged(name: &str, socket: OwnedFd, args: &[&str]) {
         "cancel" => cancel(&host).await,
         "refuse" => refuse(&host).await,
         "sweep" => sweep(&host).await,
+        "tidy" => tidy(&host).await,
         "many" => many(&host, args[0].parse().unwrap()).await,
         other => panic!("no life {other}"),
     }
@@ -254,6 +255,14 @@ async fn sweep(host: &Host) {
     assert!(!left.is_empty() && left.iter().all(|one| one.removed == Some(Ok(()))), "{left:?}");
     assert_eq!(host.found().await.unwrap(), []);
     assert_eq!(host.sweep(&[]).await.unwrap(), []);
+}
+
+/// As [`sweep`], where there may be nothing.
+async fn tidy(host: &Host) {
+    let left = host.sweep(&[]).await.unwrap();
+    println!("{:?}", left.iter().map(|one| &one.kind).collect::<Vec<_>>());
+    assert!(left.iter().all(|one| one.removed == Some(Ok(()))), "{left:?}");
+    assert_eq!(host.found().await.unwrap(), []);
 }
 
 /// Several at once.

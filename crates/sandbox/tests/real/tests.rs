@@ -24,6 +24,7 @@ pub const ALL: &[(&str, fn())] = &[
     ("memory_over_the_cap_is_told", || endings("memory", "out_of_memory")),
     ("a_sandbox_outlives_its_pepod_and_is_adopted", adopted),
     ("what_a_dead_pepod_left_is_swept", swept),
+    ("a_host_side_killed_at_any_moment_leaves_what_can_be_swept", killed_anywhere),
     ("a_boot_can_be_cancelled_at_any_moment", cancelled),
     ("what_pepod_may_not_ask_is_refused", refused),
     ("every_process_is_jailed", jailed),
@@ -314,6 +315,20 @@ fn swept() {
     let gone: Vec<_> = pepo_sandbox::sweep::sweep_stale().unwrap().into_iter().filter(owned).collect();
     assert!(!gone.is_empty() && gone.iter().all(|one| one.removed == Some(Ok(()))), "{gone:?}");
     assert_clean(state.path());
+}
+
+/// The privileged side dies somewhere in a boot; the next life finds whatever there is, and gives it back.
+fn killed_anywhere() {
+    let state = State::new();
+    for milliseconds in [20, 40, 60, 90, 130, 180, 250, 350, 500, 800, 1400] {
+        let mut first = state.life("leave", &[]);
+        // When it dies is the point: no level to wait for.
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        kill(&first.child.id().to_string());
+        first.child.wait().unwrap();
+        state.life("tidy", &[]).ends_well();
+        assert_clean(state.path());
+    }
 }
 
 fn refused() {
