@@ -10,7 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pepo_api::CreateSession;
+use pepo_api::{CreateCommand, CreateSession};
 use pepo_e2e::{Instance, SANDBOX_UIDS, until};
 
 const NONE: &str = "0000000000000000";
@@ -73,6 +73,9 @@ async fn every_process_of_a_sandbox_stands_behind_the_walls() {
     let daemon = instance.up();
     let client = instance.client();
     let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    // Its answer says that the Sandbox is complete: a keeper has rights until both programs run.
+    let command = CreateCommand { command: Some("true".into()), wait_seconds: Some(60), ..Default::default() };
+    client.command_create(&session, &command).await.expect("command");
 
     let vmm = Process::of(&instance, "qemu-system-x86");
     let device = Process::of(&instance, "vhost-device-vs");
