@@ -309,8 +309,12 @@ impl Serve {
             Ok((reply, fds)) => (Ok(reply), fds),
             Err(refusal) => (Err(refusal), Vec::new()),
         };
-        // A pepod that is gone is noticed by the loop.
-        let _ = wire::send(self.socket.as_fd(), &Answer { seq, result }, &wire::borrow(&fds));
+        let sent = wire::send(self.socket.as_fd(), &Answer { seq, result }, &wire::borrow(&fds));
+        // One that is too long is told, or its caller would wait in vain. A pepod that is gone is noticed by the loop.
+        if sent.is_err_and(|error| error.kind() == io::ErrorKind::InvalidInput) {
+            let result = Err(Refusal::Invalid { reason: "the answer is too long".to_owned() });
+            let _ = wire::send(self.socket.as_fd(), &Answer { seq, result }, &[]);
+        }
     }
 }
 

@@ -182,7 +182,7 @@ async fn cycles(host: &Host, count: usize) {
 /// Starts a Sandbox with a command in it, says so, and stays until it is killed.
 async fn leave(host: &Host) {
     let active = start(host).await;
-    crate::tests::begin(&active, "echo before > /tmp/mark; sleep 600").await;
+    crate::tests::begin_and_hear(&active, "echo before > /tmp/mark; echo marked; sleep 600").await;
     println!("ready {}", active.id().hex());
     host.lost().await;
     active.leave();

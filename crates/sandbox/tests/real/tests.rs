@@ -46,6 +46,18 @@ pub async fn output(active: &Active, argv: &[&str]) -> String {
     String::from_utf8(said).expect("text")
 }
 
+/// Starts a line of shell as root and waits until it prints something.
+pub async fn begin_and_hear(active: &Active, line: &str) {
+    let exec = Exec { user: Some("root".into()), detached: true, ..exec(&["/bin/sh", "-c", line]) };
+    let mut running = active.guest().exec(op(), exec).await.expect("exec");
+    while let Some(item) = running.next().await {
+        if matches!(item.expect("output"), Output::Data { .. }) {
+            return;
+        }
+    }
+    panic!("{line}: ended without a word");
+}
+
 /// Starts a line of shell as root and does not wait for it.
 pub async fn begin(active: &Active, line: &str) {
     let exec = Exec { user: Some("root".into()), detached: true, ..exec(&["/bin/sh", "-c", line]) };
@@ -267,12 +279,16 @@ fn kill(pid: &str) {
 
 fn adopted() {
     let state = State::new();
-    for victim in ["host", "pepod"] {
+    for victim in ["host", "pepod", "both"] {
         let mut first = state.life("leave", &[]);
         let hex = first.line("ready ");
         let host = first.child.id().to_string();
         if victim == "host" {
             kill(&host);
+        } else if victim == "both" {
+            // What a service manager sends reaches pepod through the privileged side.
+            let pid = rustix::process::Pid::from_raw(host.parse().unwrap()).unwrap();
+            rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         } else {
             let children = fs::read_to_string(format!("/proc/{host}/task/{host}/children")).unwrap();
             let pepod = children
@@ -280,7 +296,8 @@ fn adopted() {
                 .find(|pid| !fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default().contains(&hex));
             kill(pepod.unwrap());
         }
-        first.child.wait().unwrap();
+        let status = first.child.wait().unwrap();
+        assert!(victim != "both" || status.code() == Some(143), "{status}");
         let left = traces(state.path());
         assert!(left.iter().any(|trace| trace.contains("qemu")), "the VMM went with {victim}: {left:?}");
         state.life("adopt", &[]).ends_well();
