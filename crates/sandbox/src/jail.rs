@@ -7,7 +7,7 @@
 //!
 //! The order, and why:
 //! ```text
-//! name, session, umask, signals, oom score   needs /proc, which the new root lacks
+//! name, process group, umask, signals, score needs /proc, which the new root lacks
 //! descriptors                                needs the launcher's own open-file limit
 //! mount namespace, root, binds, pivot        needs CAP_SYS_ADMIN
 //! limits
