@@ -73,7 +73,13 @@ pub fn prepare(places: &Places, pepo: Account) -> Result<Instance, Error> {
     if root {
         enterable(&places.state)?;
     }
-    Ok(Instance::acquire(&places.state, &jails)?)
+    if root {
+        return Ok(Instance::acquire(&places.state, &jails)?);
+    }
+    // Only a test build comes here: a registry of its own, since the machine's is root's.
+    let registry = places.state.join("registry");
+    fs::create_dir_all(&registry).map_err(step("make", &registry))?;
+    Ok(Instance::acquire_in(&registry, &places.state, &jails)?)
 }
 
 /// Gives a tree to pepod: what was copied in by root would be foreign to it otherwise. Follows no link.

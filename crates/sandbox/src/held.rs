@@ -168,6 +168,11 @@ impl Place {
     pub fn keeper(&self, id: SandboxId) -> io::Result<OwnedFd> {
         let record: KeeperRecord = self.read(id, file::KEEPER).map_err(|_| io::ErrorKind::NotFound)?;
         let pidfd = proc::open_exact(record.pid, record.start)?;
+        // A guest agent as a host process is in no cgroup of ours, also where this side is root's.
+        #[cfg(feature = "fake")]
+        if self.directory(id).join("log").exists() {
+            return Ok(pidfd);
+        }
         // A keeper that has not joined yet has not started anything either: it is not one to adopt.
         if !self.cgroups.leaf(self.cgroup(id)).holds(record.pid) {
             return Err(io::ErrorKind::NotFound.into());

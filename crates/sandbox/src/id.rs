@@ -242,7 +242,7 @@ pub mod process {
     pub const HOST: &str = "pepo-host";
     /// A Sandbox's keeper.
     pub const KEEPER: &str = "pepo-keeper";
-    /// A builder of root file systems.
+    /// An image builder.
     pub const BUILD: &str = "pepo-build";
 }
 

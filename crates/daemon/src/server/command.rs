@@ -17,7 +17,7 @@ use super::events::{self, Until};
 use super::session::{check_env, with_activation};
 use super::{Call, Json, Problem, Query, Routes};
 use crate::Pepod;
-use crate::session::{Error, Follower, Found, Item, NewCommand, Session, Status, shown_row};
+use crate::session::{Error, Follower, Found, Interest, Item, NewCommand, Session, Status, shown_row};
 use crate::store::CommandSpec;
 use crate::text::{Gathered, Side};
 
@@ -263,7 +263,14 @@ fn known(session: &Session, row: crate::store::CommandRow) -> pepo_api::Command 
 }
 
 /// A look at a command of a live or ended Session, from an offset on.
-async fn look(pepod: &Pepod, call: Call, which: &str, id: CommandId, from: u64) -> Result<Follower, Problem> {
+async fn look(
+    pepod: &Pepod,
+    call: Call,
+    which: &str,
+    id: CommandId,
+    from: u64,
+    interest: Interest,
+) -> Result<Follower, Problem> {
     let (session_id, live) = match pepod.sessions().find(call.app, which).await? {
         Found::Live(session) => (session.id(), Some(session)),
         Found::Ended(row) => (row.id, None),
@@ -271,7 +278,7 @@ async fn look(pepod: &Pepod, call: Call, which: &str, id: CommandId, from: u64) 
     if let Some(session) = &live
         && let Some(command) = session.commands().get(id)
     {
-        return Ok(Follower::join(session, command, from).await?);
+        return Ok(Follower::join(session, command, from, interest).await?);
     }
     let row = pepod.store().command(session_id, id).await.map_err(Error::from)?;
     let row = row.ok_or(Error::NotFound { what: "command", which: id.to_string() })?;
@@ -309,7 +316,8 @@ async fn show(
             }
             None => query.offset.unwrap_or(0),
         };
-        let follower = look(&pepod, call, &which, id, from).await?;
+        let interest = if query.follow == Some(false) { Interest::Glance } else { Interest::Caller };
+        let follower = look(&pepod, call, &which, id, from, interest).await?;
         let until = match query.follow {
             Some(false) => Until::Offset(written(&follower).await?),
             _ => Until::End,
@@ -317,7 +325,8 @@ async fn show(
         return Ok(events::answer(follower, until));
     }
     let from = query.offset.unwrap_or(0);
-    let mut follower = match look(&pepod, call, &which, id, from).await {
+    let interest = if wait.is_zero() { Interest::Glance } else { Interest::Caller };
+    let mut follower = match look(&pepod, call, &which, id, from, interest).await {
         Ok(follower) => follower,
         // The record outlives the output: it says how the command ended and how much it wrote.
         Err(Problem(error)) if error.code == ErrorCode::OutputGone => {
@@ -421,7 +430,7 @@ async fn raw(
     side: Side,
 ) -> Result<Response, Problem> {
     let id = command_id(&id)?;
-    let follower = look(&pepod, call, &which, id, 0).await?;
+    let follower = look(&pepod, call, &which, id, 0, Interest::Glance).await?;
     let until = written(&follower).await?;
     let shown = follower.shown();
     let ended = shown.state == CommandState::Exited;

@@ -21,7 +21,7 @@ use pepo_sandbox::guest::{self, InputEnd, Output};
 use pepo_sandbox::proto::{self, Attach, Cause as End, FailureCode, OpId, Process};
 use tokio::sync::watch;
 
-use super::follow::{Follower, Leaving};
+use super::follow::{Follower, Interest, Leaving};
 use super::kept;
 use super::{Error, Serving, Session, Shelf, Ticket};
 use crate::store::{CommandRow, CommandSpec, EndRow, Store, Write};
@@ -341,7 +341,7 @@ impl Commands {
                 if let Status::NotStarted { code, message } = known.started().await {
                     return Err(not_started(code, message));
                 }
-                return Follower::join(session, known, 0).await;
+                return Follower::join(session, known, 0, Interest::Caller).await;
             }
         };
         if command.spec.keeps_alive {

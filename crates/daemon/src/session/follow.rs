@@ -32,6 +32,15 @@ pub enum Leaving {
     Answered,
 }
 
+/// Whether somebody who follows is a caller of the command.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Interest {
+    /// It waits for the end, follows or attaches: the command may depend on it.
+    Caller,
+    /// It takes what is there and goes.
+    Glance,
+}
+
 /// What a follower sees.
 #[derive(Debug)]
 pub enum Item {
@@ -76,6 +85,7 @@ enum Who {
 /// One caller's look at one command.
 #[derive(Debug)]
 pub struct Follower {
+    interest: Interest,
     who: Who,
     source: Source,
     /// The next offset.
@@ -98,11 +108,14 @@ pub(super) fn side(channel: Channel) -> Side {
 }
 
 impl Follower {
-    fn new(who: Who, source: Source, next: u64) -> Self {
-        if let Who::Known(_, command) = &who {
+    fn new(who: Who, source: Source, next: u64, interest: Interest) -> Self {
+        if let Who::Known(_, command) = &who
+            && interest == Interest::Caller
+        {
             command.follows();
         }
         Follower {
+            interest,
             who,
             source,
             next,
@@ -116,7 +129,7 @@ impl Follower {
 
     /// Of a command that the guest is being asked to run.
     pub(super) fn begin(session: &Session, command: Arc<Command>) -> Self {
-        let mut follower = Follower::new(Who::Known(session.clone(), command), Source::None, 0);
+        let mut follower = Follower::new(Who::Known(session.clone(), command), Source::None, 0, Interest::Caller);
         follower.small = Some(kept::Output::default());
         follower
     }
@@ -146,8 +159,8 @@ impl Follower {
     ///
     /// # Errors
     /// [`Error::OutputGone`], and what a guest can answer.
-    pub async fn join(session: &Session, command: Arc<Command>, from: u64) -> Result<Self, Error> {
-        Self::joined(session, command, from, false).await
+    pub async fn join(session: &Session, command: Arc<Command>, from: u64, interest: Interest) -> Result<Self, Error> {
+        Self::joined(session, command, from, false, interest).await
     }
 
     /// As [`Follower::join`], and takes the command's input where it has one.
@@ -156,11 +169,17 @@ impl Follower {
     /// As [`Follower::join`].
     pub async fn join_with_input(session: &Session, command: Arc<Command>, from: u64) -> Result<Self, Error> {
         let input = command.spec().stdin && !command.is_over();
-        Self::joined(session, command, from, input).await
+        Self::joined(session, command, from, input, Interest::Caller).await
     }
 
-    async fn joined(session: &Session, command: Arc<Command>, from: u64, input: bool) -> Result<Self, Error> {
-        let mut follower = Follower::new(Who::Known(session.clone(), command), Source::None, from);
+    async fn joined(
+        session: &Session,
+        command: Arc<Command>,
+        from: u64,
+        input: bool,
+        interest: Interest,
+    ) -> Result<Self, Error> {
+        let mut follower = Follower::new(Who::Known(session.clone(), command), Source::None, from, interest);
         match follower.connect(input).await {
             Ok(()) => Ok(follower),
             Err(error) => {
@@ -181,7 +200,7 @@ impl Follower {
             None if from >= row.stdout_bytes + row.stderr_bytes => Source::Over,
             None => return Err(Error::OutputGone(row.id)),
         };
-        Ok(Follower::new(Who::Recorded(Box::new(row)), source, from))
+        Ok(Follower::new(Who::Recorded(Box::new(row)), source, from, Interest::Glance))
     }
 
     /// The command as the API shows it.
@@ -275,7 +294,7 @@ impl Follower {
         if let Status::NotStarted { code, message } = command.started().await {
             return Err(not_started(code, message));
         }
-        let Some(guest) = session.guest().filter(|_| session.now().activation == command.activation()) else {
+        let Some(guest) = session.guest_of(command.activation(), RESUME).await else {
             return self.after_the_end(&session, &command).await;
         };
         let attach = Attach { target: command.op(), from: Some(self.next), input, keep_input: false, sole: None };
@@ -402,7 +421,9 @@ impl Follower {
 
 impl Drop for Follower {
     fn drop(&mut self) {
-        if let Who::Known(session, command) = &self.who {
+        if let Who::Known(session, command) = &self.who
+            && self.interest == Interest::Caller
+        {
             command.leaves(session, self.leaving);
         }
     }

@@ -35,7 +35,7 @@ use state::{Cause, State};
 
 pub use activity::Ticket;
 pub use command::{Command, Commands, NewCommand, Status, shown_row};
-pub use follow::{Follower, Item, Leaving};
+pub use follow::{Follower, Interest, Item, Leaving};
 pub use kept::Shelf;
 
 /// What a Session was asked to be, resolved.
@@ -272,6 +272,18 @@ impl Session {
     /// The guest, if a Sandbox serves now.
     pub fn guest(&self) -> Option<Guest> {
         self.0.published.borrow().guest.clone()
+    }
+
+    /// The guest of that activation, as soon as it serves. `None`: it does not and will not.
+    async fn guest_of(&self, activation: u64, wait: Duration) -> Option<Guest> {
+        let mut published = self.0.published.subscribe();
+        let decided = published.wait_for(|now| {
+            now.guest.is_some() || now.activation != activation || now.ended.is_some() || now.state.cause().is_some()
+        });
+        match tokio::time::timeout(wait, decided).await {
+            Ok(Ok(now)) => now.guest.clone().filter(|_| now.activation == activation),
+            _ => None,
+        }
     }
 
     /// As it is when its generation is above `after`, or when the wait is over.

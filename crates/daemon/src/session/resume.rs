@@ -64,7 +64,13 @@ impl Sessions {
         let keep_until = row.keep_until;
         let (session, asks) = self.revive(row, State::Active(tenure));
         let adopted = match state {
-            Some(FoundState::Running) => pepo_sandbox::adopt(&self.0.host, id).await.ok(),
+            Some(FoundState::Running) => match pepo_sandbox::adopt(&self.0.host, id).await {
+                Ok(active) => Some(active),
+                Err(error) => {
+                    tracing::warn!(session = %session_id, sandbox = %id, %error, "cannot be adopted");
+                    None
+                }
+            },
             _ => None,
         };
         let start = match adopted {
@@ -88,6 +94,8 @@ impl Sessions {
                         activity.quiet_since = store::time(quiet - keep_alive);
                     });
                 }
+                // Its callers come back as soon as the sockets answer.
+                session.0.published.send_modify(|published| published.guest = Some(active.guest().clone()));
                 tracing::info!(session = %session_id, sandbox = %id, "adopted");
                 Start::Adopted(Box::new(active), tenure)
             }
