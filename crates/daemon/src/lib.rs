@@ -165,7 +165,10 @@ impl Pepod {
         });
         let forgetting = pepod.clone();
         tokio::spawn(async move { forgetting.sessions().forget(forgetting.config().retention).await });
-        pepod.until_stopped(exit_when_idle).await
+        let stopped = pepod.until_stopped(exit_when_idle).await;
+        // What drivers still hold is dropped with the runtime: it is left to the next life, not given back.
+        pepod.sessions().host().leave_all();
+        stopped
     }
 
     async fn until_stopped(&self, exit_when_idle: Option<Duration>) -> anyhow::Result<u8> {

@@ -242,7 +242,7 @@ pub mod process {
     pub const HOST: &str = "pepo-host";
     /// A Sandbox's keeper.
     pub const KEEPER: &str = "pepo-keeper";
-    /// An image builder.
+    /// A builder of root file systems.
     pub const BUILD: &str = "pepo-build";
 }
 

@@ -7,18 +7,19 @@
 //!
 //! The order, and why:
 //! ```text
-//! name, session, umask, signals, oom score   needs /proc, which the new root lacks
-//! descriptors                                needs the launcher's own open-file limit
-//! mount namespace, root, binds, pivot        needs CAP_SYS_ADMIN
+//! name, process group, umask, signals, score  needs /proc, which the new root lacks
+//! descriptors                                 needs the launcher's own open-file limit
+//! mount namespace, root, binds, pivot         needs CAP_SYS_ADMIN
 //! limits
-//! bounding set, securebits                   needs CAP_SETPCAP
-//! groups, gid, uid                           needs CAP_SETGID, CAP_SETUID
+//! bounding set, securebits                    needs CAP_SETPCAP
+//! groups, gid, uid                            needs CAP_SETGID, CAP_SETUID
 //! every capability set emptied
-//! no_new_privs, system call filter           from here on nothing but what the filter allows
-//! exec                                       once: see `filter`
+//! no_new_privs, system call filter            from here on nothing but what the filter allows
+//! exec                                        once: see `filter`
 //! ```
 //! Namespaces for pids, network, ipc and host name are the keeper's, entered before it calls [`launch`]; the jail adds
-//! the mounts. Callers: keeper (VMM, vsock device), `pepod host` (share server, relay), the builder.
+//! the mounts. Caller: the keeper, for the VMM and the stream device. (A builder has to be root of something and reach the
+//! network, so it has a room of another kind: `builder`.)
 
 use std::convert::Infallible;
 use std::ffi::{CString, NulError};

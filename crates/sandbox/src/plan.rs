@@ -146,9 +146,9 @@ mod tests {
         Plan {
             id: SandboxId::new(Slot::new(3).expect("slot")),
             vmm: Vmm::Qemu,
-            kernel: path("images/a/vmlinuz"),
-            initramfs: path("images/a/initramfs"),
-            root: path("images/a/rootfs.erofs"),
+            kernel: path("boot/a/vmlinuz"),
+            initramfs: path("boot/a/initramfs"),
+            root: path("boot/a/rootfs.erofs"),
             memory_mib: 512,
             cpus: 1,
             disk_mib: 2048,

@@ -391,8 +391,8 @@ fn walls(pid: u32, spec: &Spec) -> Result<Vec<String>, Box<dyn Error>> {
     if score.trim() != spec.oom_score_adj.to_string() {
         complaints.push(format!("oom_score_adj is {score}"));
     }
-    let session = rustix::process::getsid(rustix::process::Pid::from_raw(i32::try_from(pid)?))?;
-    if session.as_raw_nonzero().get().unsigned_abs() != pid {
+    let leader = rustix::process::getsid(rustix::process::Pid::from_raw(i32::try_from(pid)?))?;
+    if leader.as_raw_nonzero().get().unsigned_abs() != pid {
         complaints.push("it shares a terminal's process group with its parent".to_owned());
     }
     Ok(complaints)

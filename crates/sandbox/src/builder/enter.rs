@@ -67,7 +67,7 @@ pub fn enter(arguments: &[String]) -> Result<Inside, ExitCode> {
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["outer"] => Err(outer(&control).unwrap_or_else(tell)),
         ["inner"] => inner(&control).map_err(tell),
-        _ => Err(tell(io::Error::other("this mode is for pepod itself: use `pepo image build`"))),
+        _ => Err(tell(io::Error::other("this mode is for pepod itself"))),
     }
 }
 
