@@ -115,7 +115,8 @@ pub struct Descriptor {
     pub to: RawFd,
 }
 
-/// Resource limits of a jailed process; core dumps and locked memory are always 0.
+/// Resource limits of a jailed process; core dumps and locked memory are always 0. Where the launcher was itself started
+/// with less, that holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Limits {
@@ -383,6 +384,10 @@ impl Spec {
             ("address space", Resource::As, ADDRESS_SPACE),
             ("message queues", Resource::Msgqueue, 0),
         ] {
+            // A lower limit that was handed down stays: nobody here may raise one. Less than the largest file would be a
+            // death by signal later, so that is an error now.
+            let given = rustix::process::getrlimit(resource).maximum.unwrap_or(u64::MAX);
+            let limit = if resource == Resource::Fsize { limit } else { limit.min(given) };
             rustix::process::setrlimit(resource, Rlimit { current: Some(limit), maximum: Some(limit) })
                 .map_err(|source| self.wall(format!("limit {what} to {limit}"), source))?;
         }
