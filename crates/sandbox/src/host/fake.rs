@@ -55,8 +55,7 @@ impl Work {
     }
 
     pub fn prepare_fake(&self, plan: &Plan) -> Result<(), Refusal> {
-        self.slot_is_free(plan.id)?;
-        self.place.claim(plan).map_err(|error| failed("make the directory", error))?;
+        self.claim(plan)?;
         fs::create_dir(self.place.directory(plan.id).join(file::KEEP))
             .map_err(|error| failed("make a directory", error))
     }

@@ -57,6 +57,8 @@ pub(super) struct Work {
     daemon_uid: u32,
     sources: Sources,
     programs: Mutex<Option<Programs>>,
+    /// Held from the look at a slot to its claim, so that no two get one.
+    claims: Mutex<()>,
     mkfs: PathBuf,
 }
 
@@ -122,6 +124,7 @@ impl Work {
             daemon_uid: config.daemon_uid,
             sources,
             programs: Mutex::new(None),
+            claims: Mutex::default(),
             mkfs: config.mkfs.clone(),
         })
     }
@@ -144,8 +147,7 @@ impl Work {
         let kernel = self.file(&plan.kernel, Readers::Jailed)?;
         let initramfs = self.file(&plan.initramfs, Readers::Jailed)?;
         let root = self.file(&plan.root, Readers::Us)?;
-        self.slot_is_free(id)?;
-        self.place.claim(plan).map_err(|error| failed("make the directory", error))?;
+        self.claim(plan)?;
         going_on()?;
         let limits = Limits {
             memory_bytes: (u64::from(plan.memory_mib) + u64::from(qemu::OVERHEAD_MIB) + BESIDE_MIB) << 20,
@@ -370,8 +372,15 @@ impl Work {
         Ok(fd.into())
     }
 
+    /// Takes the slot by making the directory.
+    pub(super) fn claim(&self, plan: &Plan) -> Result<(), Refusal> {
+        let _alone = self.claims.lock().unwrap_or_else(PoisonError::into_inner);
+        self.slot_is_free(plan.id)?;
+        self.place.claim(plan).map_err(|error| failed("make the directory", error))
+    }
+
     /// No other Sandbox has the slot, and nobody's process runs under its uids.
-    pub(super) fn slot_is_free(&self, id: SandboxId) -> Result<(), Refusal> {
+    fn slot_is_free(&self, id: SandboxId) -> Result<(), Refusal> {
         let slot = id.slot();
         let all = self.place.all().map_err(|error| failed("read the jails", error))?;
         if let Some(holder) = all.into_iter().find(|one| one.slot() == slot) {
