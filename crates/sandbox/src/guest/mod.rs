@@ -95,9 +95,11 @@ pub struct Deadlines {
 
 impl Default for Deadlines {
     fn default() -> Self {
+        // In software emulation, on two cores with a load of fourteen, a guest was seen to need five seconds to give a
+        // stream. One whose VMM is gone answers at once.
         Deadlines {
-            connect: Duration::from_secs(5),
-            control: Duration::from_secs(10),
+            connect: Duration::from_secs(20),
+            control: Duration::from_secs(30),
             cancel: Duration::from_secs(25),
             idle: Duration::from_secs(60),
         }
