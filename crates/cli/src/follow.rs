@@ -124,8 +124,10 @@ pub enum Ending {
 }
 
 /// Follows the command until its end or ours.
+///
+/// Without `followed` it only looks: signals are not passed on, and the first that asks for an end is obeyed.
 pub async fn follow(
-    followed: &Followed,
+    followed: Option<&Followed>,
     mut attached: Attachment,
     stdin: Stdin,
     detach: Detach,
@@ -156,10 +158,14 @@ pub async fn follow(
         tokio::select! {
             biased;
             caught = interrupts.next() => {
-                if caught.ends() && std::mem::replace(&mut asked, true) {
+                let enough = followed.is_none() || asked;
+                if caught.ends() && enough {
                     break Ending::Impatient(caught);
                 }
-                followed.signal(caught);
+                asked |= caught.ends();
+                if let Some(followed) = followed {
+                    followed.signal(caught);
+                }
             }
             _ = window.recv(), if raw.is_some() => {
                 let size = terminal::size();

@@ -85,6 +85,8 @@ impl Peer<'_> {
         drop(pieces);
         let report = unpacking.await.map_err(|error| Failure::new(format!("unpacking failed: {error}")))?;
         match broke {
+            Some(error @ ClientError::Lost(_)) => Err(Failure::from(error)
+                .hint("what cannot be read in the Sandbox ends the copy: as another user (-u root) it may go")),
             Some(error) => Err(error.into()),
             None => report,
         }

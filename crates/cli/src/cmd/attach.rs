@@ -13,7 +13,7 @@ use crate::terminal;
 #[derive(Debug, Args)]
 #[command(after_help = "With a terminal, Ctrl-P Ctrl-Q leaves the command alone.")]
 pub struct Attach {
-    /// Only look: pass nothing in
+    /// Only look: pass nothing in, no signals either
     #[arg(long)]
     no_stdin: bool,
     /// First show what it wrote before, as far as it is kept
@@ -47,7 +47,15 @@ impl Attach {
         }
         let detach = if stdin == Stdin::Keys { Detach::ByKeys } else { Detach::Never };
         let followed = Followed { client: client.clone(), session: self.session.clone(), id: self.command };
-        let ending = follow::follow(&followed, attached, stdin, detach, Outputs::own()?, &mut interrupts).await?;
+        let ending = follow::follow(
+            (!self.no_stdin).then_some(&followed),
+            attached,
+            stdin,
+            detach,
+            Outputs::own()?,
+            &mut interrupts,
+        )
+        .await?;
         match ending {
             // It is not ours to kill.
             follow::Ending::Impatient(caught) => Ok(caught.exit_code()),

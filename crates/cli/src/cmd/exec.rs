@@ -9,7 +9,7 @@ use pepo_api::{CommandId, CommandState, OnDisconnect};
 
 use super::flags::How;
 use crate::fail::{Failure, Outcome};
-use crate::follow::{self, Detach, Ending, Followed, Outputs};
+use crate::follow::{self, Detach, Ending, Followed, Outputs, Stdin};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
 use crate::render;
@@ -20,7 +20,7 @@ pub struct Exec {
     #[command(flatten)]
     how: How,
     /// Leave it running and print its id
-    #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
+    #[arg(short, long)]
     detach: bool,
     /// Print the outcome and the output as JSON when the command has ended
     #[arg(long, conflicts_with_all = ["interactive", "tty", "detach"])]
@@ -40,7 +40,7 @@ impl Exec {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let on_disconnect = if self.detach { OnDisconnect::Keep } else { OnDisconnect::Kill };
         let mut command = self.how.command(&self.argv, on_disconnect)?;
-        let stdin = self.how.stdin()?;
+        let stdin = if self.detach { Stdin::None } else { self.how.stdin()? };
         if self.id.is_some() {
             command.id = self.id;
         }
@@ -65,7 +65,7 @@ impl Exec {
         let attached = client.command_attach(&self.session, id, 0);
         let followed = Followed { client: client.clone(), session: self.session.clone(), id };
         let ending =
-            follow::follow(&followed, attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+            follow::follow(Some(&followed), attached, stdin, Detach::Never, Outputs::own()?, &mut interrupts).await?;
         finish(&client, &self.session, id, ending).await
     }
 }

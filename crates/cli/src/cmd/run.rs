@@ -12,7 +12,7 @@ use pepo_api::{CommandId, OnDisconnect, Session, SessionState, UpdateSession};
 
 use super::flags::{How, Shape};
 use crate::fail::{self, Failure, Notes, Outcome, note};
-use crate::follow::{self, Detach, Ending, Followed, Outputs};
+use crate::follow::{self, Detach, Ending, Followed, Outputs, Stdin};
 use crate::interrupt::{Caught, Interrupts};
 use crate::place::Place;
 use crate::transfer::{self, Peer};
@@ -43,7 +43,7 @@ pub struct Run {
     #[arg(long, value_name = "PATH", conflicts_with = "detach")]
     out: Vec<String>,
     /// Leave it running and print the Session's id
-    #[arg(short, long, conflicts_with_all = ["interactive", "tty"])]
+    #[arg(short, long)]
     detach: bool,
     /// How long the Session stays after the command; without this it ends with it
     #[arg(long, value_name = "TIME", value_parser = value::seconds)]
@@ -79,7 +79,7 @@ impl Run {
         let on_disconnect = if self.detach { OnDisconnect::Keep } else { OnDisconnect::Kill };
         let mut command = self.how.command(&self.argv, on_disconnect)?;
         command.open_stdin &= !self.json;
-        let stdin = self.how.stdin()?;
+        let stdin = if self.detach { Stdin::None } else { self.how.stdin()? };
         for copy in &self.copy {
             std::fs::symlink_metadata(&copy.source)
                 .map_err(|error| Failure::new(format!("--copy {}: {error}", copy.source.display())))?;
@@ -112,7 +112,8 @@ impl Run {
             }
             let attached = client.command_attach(&name, id, 0);
             let followed = Followed { client: client.clone(), session: name.clone(), id };
-            let ending = follow::follow(&followed, attached, stdin, Detach::Never, outputs, &mut interrupts).await?;
+            let ending =
+                follow::follow(Some(&followed), attached, stdin, Detach::Never, outputs, &mut interrupts).await?;
             let code = match ending {
                 Ending::Exited(command) => follow::exit_code(&command, Some(session.memory_mib)),
                 Ending::Failed(error) => {

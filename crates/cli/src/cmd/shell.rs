@@ -56,7 +56,8 @@ impl Shell {
         let attached = client.command_attach(&self.session, id, 0);
         let followed = Followed { client: client.clone(), session: self.session.clone(), id };
         let ending =
-            follow::follow(&followed, attached, Stdin::Keys, Detach::Never, Outputs::own()?, &mut interrupts).await?;
+            follow::follow(Some(&followed), attached, Stdin::Keys, Detach::Never, Outputs::own()?, &mut interrupts)
+                .await?;
         super::exec::finish(&client, &self.session, id, ending).await
     }
 }
