@@ -20,7 +20,7 @@ use pepo_api::client::Client;
 use rustix::fs::{FlockOperation, flock};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use tokio::io::{AsyncBufReadExt, BufReader};
-use tokio::process::{Child, Command};
+use tokio::process::{Child, ChildStdin, Command};
 use tokio::sync::watch;
 
 use crate::fail::{Failure, Outcome, note};
@@ -292,6 +292,8 @@ impl Daemon {
 
 struct Edge {
     child: Child,
+    /// Its standard input, which waiting for it would close.
+    _lifeline: Option<ChildStdin>,
     url: String,
     since: Instant,
 }
@@ -373,7 +375,7 @@ async fn start_edge(program: &Path, instance: &Instance) -> Outcome<Edge> {
         stop_child(&mut child).await;
         return Err(Failure::new("pepo-edge did not start; its own words are above"));
     }
-    Ok(Edge { child, url, since: Instant::now() })
+    Ok(Edge { _lifeline: child.stdin.take(), child, url, since: Instant::now() })
 }
 
 async fn answers(url: &str) -> Outcome<()> {
@@ -398,7 +400,6 @@ fn signal_child(child: &Child, signal: Signal) {
 }
 
 async fn stop_child(child: &mut Child) {
-    drop(child.stdin.take());
     signal_child(child, Signal::TERM);
     if tokio::time::timeout(TERM, child.wait()).await.is_err() {
         let _ = child.start_kill();

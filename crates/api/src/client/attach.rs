@@ -24,7 +24,7 @@ use tokio_tungstenite::tungstenite::client::IntoClientRequest;
 use tokio_tungstenite::tungstenite::protocol::WebSocketConfig;
 use tokio_tungstenite::tungstenite::{self, Message};
 
-use super::{CONNECT, Client, ClientError, LEASE, Target, Wire, refusal};
+use super::{Client, ClientError, LEASE, Target, Wire, refusal};
 use crate::query::AttachCommand;
 use crate::{ATTACH_PROTOCOL, AttachControl, Command, CommandId, ErrorCode, route};
 
@@ -34,8 +34,10 @@ const KEPT_INPUT: usize = 4 << 20;
 const PING: Duration = Duration::from_secs(15);
 /// A connection on which not even a pong came for so long is lost.
 const SILENT: Duration = Duration::from_secs(60);
-/// How long the first message may take.
-const START: Duration = Duration::from_secs(30);
+/// How long the first attachment's answer and its first message may take, each.
+const START: Duration = Duration::from_secs(60);
+/// The same for the next ones. Short beside the lease: who hangs is asked again.
+const AGAIN: Duration = Duration::from_secs(8);
 /// Pieces under way in each direction.
 const QUEUE: usize = 16;
 
@@ -246,15 +248,16 @@ impl Link {
     }
 
     async fn connect_and_serve(&mut self) -> Served {
-        let mut socket = match self.client.websocket(&self.session, self.command, self.offset).await {
+        let limit = if self.started { AGAIN } else { START };
+        let mut socket = match self.client.websocket(&self.session, self.command, self.offset, limit).await {
             Ok(socket) => socket,
             Err(error) => return Served::Failed(error),
         };
         let what = self.what();
-        let first = match tokio::time::timeout(START, first_control(&mut socket, &what)).await {
+        let first = match tokio::time::timeout(limit, first_control(&mut socket, &what)).await {
             Ok(Ok(control)) => control,
             Ok(Err(error)) => return Served::Failed(error),
-            Err(_) => return Served::Failed(ClientError::Silent { what, seconds: START.as_secs() }),
+            Err(_) => return Served::Failed(ClientError::Silent { what, seconds: limit.as_secs() }),
         };
         let (command, input_offset) = match first {
             AttachControl::Start { command, input_offset } => (command, input_offset),
@@ -446,7 +449,13 @@ fn framed(piece: &[u8]) -> Message {
 }
 
 impl Client {
-    async fn websocket(&self, session: &str, command: CommandId, offset: u64) -> Result<Socket, ClientError> {
+    async fn websocket(
+        &self,
+        session: &str,
+        command: CommandId,
+        offset: u64,
+        limit: Duration,
+    ) -> Result<Socket, ClientError> {
         let what = format!("attaching to {command}");
         let id = command.to_string();
         let call = self
@@ -473,7 +482,7 @@ impl Client {
             .max_write_buffer_size(1 << 20);
         let wire = self.connect().await?;
         let shaking = tokio_tungstenite::client_async_with_config(request, wire, Some(config));
-        match tokio::time::timeout(CONNECT + START, shaking).await {
+        match tokio::time::timeout(limit, shaking).await {
             Ok(Ok((socket, _))) => Ok(socket),
             Ok(Err(tungstenite::Error::Http(answer))) => {
                 let error = refusal(&what, answer.status(), answer.body().as_deref().unwrap_or_default());
@@ -490,7 +499,7 @@ impl Client {
                 tungstenite::Error::Io(_) | tungstenite::Error::ConnectionClosed | tungstenite::Error::Protocol(_),
             )) => Err(ClientError::Lost(what)),
             Ok(Err(error)) => Err(ClientError::transport(what, error)),
-            Err(_) => Err(ClientError::Silent { what, seconds: (CONNECT + START).as_secs() }),
+            Err(_) => Err(ClientError::Silent { what, seconds: limit.as_secs() }),
         }
     }
 }

@@ -11,6 +11,9 @@ use super::state::{Cause, State, Tenure};
 use super::{Published, Session, Sessions, engine_id};
 use crate::store::{self, SandboxRow, SessionRow, Write};
 
+/// How long the publication of an adopted guest may take.
+const SERVES_WITHIN: std::time::Duration = std::time::Duration::from_secs(10);
+
 /// Room to come back in, added to a keep-alive that ran while pepod was away.
 const GRACE_MS: i64 = 30_000;
 
@@ -115,7 +118,12 @@ impl Sessions {
             }
         };
         let alive = matches!(start, Start::Adopted(..));
+        let mut published = session.0.published.subscribe();
         driver::spawn(self.clone(), session, asks, self.0.capacity.adopted(memory), start);
+        // Callers are let in after this: one that comes back to its command at once must find the guest, or it would wait
+        // for the command's end as if the Sandbox were gone.
+        let serves = published.wait_for(|now| !alive || now.guest.is_some() || now.ended.is_some());
+        let _ = tokio::time::timeout(SERVES_WITHIN, serves).await;
         Ok(alive.then_some(id))
     }
 
