@@ -24,6 +24,7 @@ pub const ALL: &[(&str, fn())] = &[
     ("memory_over_the_cap_is_told", || endings("memory", "out_of_memory")),
     ("a_sandbox_outlives_its_pepod_and_is_adopted", adopted),
     ("what_a_dead_pepod_left_is_swept", swept),
+    ("the_cgroups_of_this_host_cap_count_kill_and_go", cgroups),
     ("a_host_side_killed_at_any_moment_leaves_what_can_be_swept", killed_anywhere),
     ("a_boot_can_be_cancelled_at_any_moment", cancelled),
     ("what_pepod_may_not_ask_is_refused", refused),
@@ -332,6 +333,44 @@ fn swept() {
     let gone: Vec<_> = pepo_sandbox::sweep::sweep_stale().unwrap().into_iter().filter(owned).collect();
     assert!(!gone.is_empty() && gone.iter().all(|one| one.removed == Some(Ok(()))), "{gone:?}");
     assert_clean(state.path());
+}
+
+/// The real hierarchies: a program that forks without end is capped, counted, killed whole, and its cgroup removed.
+fn cgroups() {
+    use pepo_sandbox::cgroup::{Hierarchies, Limits};
+    let all = Hierarchies::detect().unwrap();
+    all.ready().unwrap();
+    println!("  {}, swap capped: {}", all.describe(), all.swap_is_capped());
+    let leaf = all.leaf(format!("pepo-test-{}", std::process::id()));
+    leaf.create(&Limits { memory_bytes: 64 << 20, cpu_us: 50_000, pids: 20 }).unwrap();
+    assert!(leaf.exists() && leaf.processes().is_empty());
+    // It waits for a line before it begins, so that it begins inside.
+    let mut bomb = Command::new("/bin/sh")
+        .args(["-c", "read go; while :; do sleep 1000 & done"])
+        .stdin(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    for mut door in leaf.doors().unwrap() {
+        std::io::Write::write_all(&mut door, bomb.id().to_string().as_bytes()).unwrap();
+    }
+    assert!(leaf.holds(bomb.id()) && !leaf.holds(std::process::id()));
+    std::io::Write::write_all(bomb.stdin.as_mut().unwrap(), b"go\n").unwrap();
+    let deadline = Instant::now() + Duration::from_secs(30);
+    while leaf.usage().unwrap().pids < 20 {
+        assert!(Instant::now() < deadline, "{:?}", leaf.usage());
+        std::thread::yield_now();
+    }
+    let usage = leaf.usage().unwrap();
+    assert!(usage.pids == 20 && usage.cpu_ns > 0 && usage.memory_bytes > 0, "{usage:?}");
+    assert_eq!(usage.memory_limit_bytes, 64 << 20);
+    leaf.kill(Duration::from_secs(20)).unwrap();
+    assert!(leaf.processes().is_empty());
+    bomb.wait().unwrap();
+    leaf.remove(Duration::from_secs(20)).unwrap();
+    assert!(!leaf.exists());
+    leaf.kill(Duration::ZERO).unwrap();
+    leaf.remove(Duration::ZERO).unwrap();
 }
 
 /// The privileged side dies somewhere in a boot; the next life finds whatever there is, and gives it back.
