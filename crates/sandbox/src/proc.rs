@@ -42,7 +42,8 @@ pub fn read(pid: u32) -> Option<Process> {
         return None;
     }
     let uid = field("Uid:")?.split_whitespace().next()?.parse().ok()?;
-    Some(Process { pid, name: field("Name:")?.to_owned(), uid })
+    // A process names itself: what a jailed one calls itself may reach a terminal.
+    Some(Process { pid, name: crate::keeper::escape(field("Name:")?, 64), uid })
 }
 
 /// When a process started, in clock ticks since the machine's boot: with its pid, its identity.
