@@ -54,10 +54,11 @@ fn at<'a, E: Into<io::Error>>(what: &'static str, path: &'a Path) -> impl FnOnce
     move |source| Error::Io { what, path: path.to_owned(), source: source.into() }
 }
 
-/// Options of `mkfs.ext4`. No journal, since nothing on this disk outlives a crash; a fixed id and hash seed, so that a
+/// Options of `mkfs.ext4`. Every feature is named, since without a configuration file mkfs makes something like ext2, whose
+/// files cannot be preallocated and whose times are whole seconds. No journal, since nothing on this disk outlives a crash; a fixed id and hash seed, so that a
 /// template's bytes are a function of its size; tables left to be zero as a sparse file is, so that neither we nor the
 /// guest's kernel write them.
-const OPTIONS: [&str; 14] = [
+const OPTIONS: [&str; 16] = [
     "-q",
     "-F",
     "-b",
@@ -65,7 +66,9 @@ const OPTIONS: [&str; 14] = [
     "-m",
     "0",
     "-O",
-    "^has_journal,^resize_inode",
+    "^has_journal,^resize_inode,ext_attr,extent,huge_file,flex_bg,uninit_bg,64bit,dir_nlink,extra_isize",
+    "-I",
+    "256",
     "-U",
     "7065706f-0000-4000-8000-000000000001",
     "-E",
@@ -73,6 +76,9 @@ const OPTIONS: [&str; 14] = [
     "-L",
     "scratch",
 ];
+
+/// Counts changes of [`OPTIONS`]: a template of before is not used again.
+const FORMAT: u32 = 2;
 
 /// Templates kept: each costs the host what an empty file system of its size has written, 200 KiB to a few MiB.
 const TEMPLATES: usize = 16;
@@ -104,7 +110,7 @@ pub fn room(path: &Path, needed_mib: u64) -> Result<(), Error> {
 
 fn template(jails: &Path, mkfs: &Path, mib: u32) -> Result<File, Error> {
     let directory = jails.join("templates");
-    let path = directory.join(format!("{mib}.ext4"));
+    let path = directory.join(format!("{mib}-{FORMAT}.ext4"));
     match File::open(&path) {
         Ok(file) => return Ok(file),
         Err(error) if error.kind() == io::ErrorKind::NotFound => {}
