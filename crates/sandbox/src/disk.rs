@@ -235,13 +235,16 @@ mod tests {
         assert_eq!(stat.len(), 256 << 20);
         assert!(stat.blocks() * 512 < 4 << 20, "{} bytes are on the host's disk", stat.blocks() * 512);
         assert_eq!(stat.nlink(), 0);
-        let template = fs::read(jails.path().join("templates/256.ext4")).expect("template");
+        let template = fs::read(jails.path().join("templates").join(format!("256-{FORMAT}.ext4"))).expect("template");
         let mut copied = vec![0; template.len()];
         one.read_exact_at(&mut copied, 0).expect("read");
         assert!(copied == template, "the copy differs");
         fs::remove_dir_all(jails.path().join("templates")).expect("remove");
         scratch(jails.path(), Path::new(MKFS), 256).expect("again");
-        assert!(fs::read(jails.path().join("templates/256.ext4")).expect("template") == template, "not deterministic");
+        assert!(
+            fs::read(jails.path().join("templates").join(format!("256-{FORMAT}.ext4"))).expect("template") == template,
+            "not deterministic"
+        );
         let names: Vec<_> =
             fs::read_dir(jails.path()).expect("read").flatten().map(|entry| entry.file_name()).collect();
         assert_eq!(names, ["templates"]);
