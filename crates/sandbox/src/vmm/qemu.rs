@@ -75,7 +75,9 @@ fn arguments(boot: &Boot, tsc_khz: Option<u64>) -> Vec<String> {
     line.option("-L", closure::FIRMWARE).option("-bios", closure::FIRMWARE_FILE);
     line.option("-machine", "microvm,memory-backend=ram,x-option-roms=off");
     line.option("-accel", format!("tcg,thread={threads},tb-size={TRANSLATION_MIB}"));
-    line.option("-cpu", "max").option("-smp", vcpus.to_string()).option("-m", format!("{memory_mib}M"));
+    // All that the emulator can, but for the enhanced `rep movsb`: kernel and C library would copy and fill with it, and it
+    // is emulated byte by byte. Without it a copy takes a fifth of the time, a pipe a third (QEMU 7.2, Linux 6.12).
+    line.option("-cpu", "max,-erms").option("-smp", vcpus.to_string()).option("-m", format!("{memory_mib}M"));
     // Shared, because the stream device reads and writes guest memory; sealed, so that it cannot shrink it under us.
     line.option("-object", format!("memory-backend-memfd,id=ram,size={memory_mib}M,share=on,seal=on"));
     line.option("-kernel", KERNEL).option("-initrd", INITRD).option("-append", kernel_line(boot, tsc_khz));
