@@ -172,7 +172,7 @@ pub struct Place {
     pub tag: Tag,
     /// Whose uids they are.
     pub block: UidBlock,
-    /// The uid (and gid) that owns the input and will own the files.
+    /// The uid that owns the input and will own the files, which get the group of the directory they arrive in.
     pub owner: u32,
     /// pepod itself, which is executed again as `pepod build`.
     pub launcher: PathBuf,
@@ -382,6 +382,16 @@ impl Builder {
     fn take_over(&self) -> Result<(), Error> {
         let out = self.place.directory().join(OUT);
         let builder = self.place.block.builder();
+        let (above, name_there) = split(self.plan.output.as_str());
+        let above = open_beneath(&self.place.state, above, OFlags::DIRECTORY | OFlags::RDONLY)
+            .map_err(at(format!("open the directory above {}", self.plan.output)))?;
+        let above = File::from(above);
+        // The owner's group is that of its own directory.
+        let seen = above.metadata().map_err(at(format!("look at the directory above {}", self.plan.output)))?;
+        if seen.uid() != self.place.owner {
+            return Err(Error::Plan(format!("the directory above {} is not the owner's", self.plan.output)));
+        }
+        let owner = (self.place.owner, seen.gid());
         let there = fs::read_dir(&out).map_err(at("list the builder's files"))?;
         for entry in there {
             let entry = entry.map_err(at("list the builder's files"))?;
@@ -406,15 +416,12 @@ impl Builder {
             if !seen.is_file() || seen.nlink() != 1 || seen.uid() != builder {
                 return Err(wrong("it is not a plain file of the builder's own".to_owned()));
             }
-            give(&file, self.place.owner, 0o444).map_err(|error| wrong(error.to_string()))?;
+            give(&file, owner, 0o444).map_err(|error| wrong(error.to_string()))?;
         }
         let directory = File::open(&out).map_err(at("open the builder's directory"))?;
-        give(&directory, self.place.owner, 0o755).map_err(at("give the builder's directory away"))?;
-        let (above, name) = split(self.plan.output.as_str());
-        let above = open_beneath(&self.place.state, above, OFlags::DIRECTORY | OFlags::RDONLY)
-            .map_err(at(format!("open the directory above {}", self.plan.output)))?;
+        give(&directory, owner, 0o755).map_err(at("give the builder's directory away"))?;
         let flags = rustix::fs::RenameFlags::NOREPLACE;
-        rustix::fs::renameat_with(rustix::fs::CWD, &out, &above, name, flags)
+        rustix::fs::renameat_with(rustix::fs::CWD, &out, &above, name_there, flags)
             .map_err(|error| at(format!("move the files to {}", self.plan.output))(error.into()))
     }
 
@@ -469,12 +476,13 @@ fn make_directory(path: &Path, mode: u32, owner: Option<u32>) -> Result<(), Erro
     let step = || format!("make {}", path.display());
     fs::create_dir(path).map_err(at(step()))?;
     let directory = File::open(path).map_err(at(step()))?;
-    give(&directory, owner.unwrap_or(0), mode).map_err(at(step()))
+    let owner = owner.unwrap_or(0);
+    give(&directory, (owner, owner), mode).map_err(at(step()))
 }
 
 /// The owner first: changing it clears bits of the mode.
-fn give(file: &File, owner: u32, mode: u32) -> io::Result<()> {
-    std::os::unix::fs::fchown(file, Some(owner), Some(owner))?;
+fn give(file: &File, (user, group): (u32, u32), mode: u32) -> io::Result<()> {
+    std::os::unix::fs::fchown(file, Some(user), Some(group))?;
     file.set_permissions(Permissions::from_mode(mode))
 }
 

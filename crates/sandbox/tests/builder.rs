@@ -19,6 +19,7 @@ use pepo_sandbox::id::UidBlock;
 /// Given out to no instance: the machine's registry counts from the lower end.
 const BLOCK: UidBlock = UidBlock { index: 0, first: 0x7fe0_0000 };
 const OWNER: u32 = 65_534;
+const GROUP: u32 = 65_533;
 /// Ten times what a loaded machine was seen to need.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -171,7 +172,8 @@ impl Here {
         let tag: String =
             home.path().file_name().unwrap().to_string_lossy().to_lowercase().chars().skip(4).take(4).collect();
         fs::create_dir(home.path().join("jail")).unwrap();
-        // Closed to everybody but root: a builder needs no way through the directories above it.
+        std::os::unix::fs::chown(home.path(), Some(OWNER), Some(GROUP)).unwrap();
+        // Closed to everybody but one: a builder needs no way through the directories above it.
         fs::set_permissions(home.path(), std::os::unix::fs::PermissionsExt::from_mode(0o700)).unwrap();
         fs::write(home.path().join("input"), input).unwrap();
         std::os::unix::fs::chown(home.path().join("input"), Some(OWNER), Some(OWNER)).unwrap();
@@ -317,7 +319,7 @@ fn what_it_makes_is_taken_over() {
     let here = Here::new("make");
     assert!(here.start().end().expect("end").success());
     let report = fs::metadata(here.home.path().join("out/report")).unwrap();
-    assert_eq!((report.uid(), report.gid(), report.mode() & 0o7777), (OWNER, OWNER, 0o444));
+    assert_eq!((report.uid(), report.gid(), report.mode() & 0o7777), (OWNER, GROUP, 0o444));
     let out = fs::metadata(here.home.path().join("out")).unwrap();
     assert_eq!((out.uid(), out.mode() & 0o7777), (OWNER, 0o755));
     assert_eq!(fs::read_dir(here.home.path().join("out")).unwrap().count(), 1, "more than was asked for came over");

@@ -90,6 +90,9 @@ fn outer(control: &UnixStream) -> io::Result<ExitCode> {
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     step("make mounts private", rustix::mount::mount_change("/", private))?;
     build_root(&order)?;
+    // The working directory comes along into the namespaces. By it the inner process finds the root: the way there may be
+    // closed to it, and to us from then on.
+    step("enter the root", rustix::process::chdir(&order.root))?;
     let namespaces = libc::CLONE_NEWUSER
         | libc::CLONE_NEWNS
         | libc::CLONE_NEWPID
@@ -97,8 +100,6 @@ fn outer(control: &UnixStream) -> io::Result<ExitCode> {
         | libc::CLONE_NEWUTS
         | libc::CLONE_NEWCGROUP;
     step("enter namespaces (are user namespaces allowed on this host?)", sys::unshare(namespaces))?;
-    // By our own working directory the inner process finds the root: the way there is closed to it.
-    step("enter the root", rustix::process::chdir(&order.root))?;
     let mut socket = control;
     socket.write_all(b"ready\n")?;
     let mut answer = String::new();
