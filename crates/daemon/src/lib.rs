@@ -174,6 +174,13 @@ impl Pepod {
     async fn until_stopped(&self, exit_when_idle: Option<Duration>) -> anyhow::Result<u8> {
         let mut terminate = on_signal(SignalKind::terminate())?;
         let mut interrupt = on_signal(SignalKind::interrupt())?;
+        let mut hangup = on_signal(SignalKind::hangup())?;
+        tokio::spawn(async move {
+            // None of this release's settings can change under running Sandboxes; the signal must not end us all the same.
+            while hangup.recv().await.is_some() {
+                tracing::info!("settings are read at the start: restart pepod to use new ones, Sandboxes go on meanwhile");
+            }
+        });
         let mut stop = self.0.stop.subscribe();
         let wanted = tokio::select! {
             biased;
@@ -199,6 +206,10 @@ impl Pepod {
             _ = interrupt.recv() => {
                 tracing::warn!("asked again: not waiting for Sandboxes");
                 return Ok(130);
+            }
+            _ = terminate.recv() => {
+                tracing::warn!("told to go: not waiting for Sandboxes");
+                return Ok(LEFT);
             }
         }
         self.0.drained.send_replace(true);

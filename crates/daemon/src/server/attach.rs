@@ -31,6 +31,9 @@ use crate::text::Side;
 /// The largest message of joined output: four frames of the guest. Larger ones gain nothing and cost both sides memory.
 const JOINED: usize = 256 * 1024;
 
+/// Output of which more is probably there already.
+const MUCH: usize = 8 * 1024;
+
 /// The largest message taken. A caller's input comes in pieces of less.
 const TAKEN: usize = 1 << 20;
 
@@ -169,7 +172,9 @@ impl Outward {
             Side::Out => 1,
             Side::Err => 2,
         };
-        let mut message = BytesMut::with_capacity(1 + bytes.len());
+        // Much is followed by more: room for it is made once. A prompt's few bytes take no more than they are.
+        let room = if bytes.len() < MUCH { 1 + bytes.len() } else { JOINED + 64 * 1024 };
+        let mut message = BytesMut::with_capacity(room);
         message.put_u8(channel);
         message.put_slice(&bytes);
         while message.len() < JOINED {
