@@ -62,9 +62,10 @@ pub async fn begin_and_hear(active: &Active, line: &str) {
 /// Starts a line of shell as root and does not wait for it.
 pub async fn begin(active: &Active, line: &str) {
     let exec = Exec { user: Some("root".into()), detached: true, ..exec(&["/bin/sh", "-c", line]) };
-    let mut running = active.guest().exec(op(), exec).await.expect("exec");
     // It runs when the guest says so; a guest that dies of it may not get to say it.
-    let _ = tokio::time::timeout(Duration::from_secs(20), running.next()).await;
+    if let Ok(mut running) = active.guest().exec(op(), exec).await {
+        let _ = tokio::time::timeout(Duration::from_secs(20), running.next()).await;
+    }
 }
 
 fn op() -> OpId {
