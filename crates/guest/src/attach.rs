@@ -9,13 +9,13 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, OpId, Outcome};
+use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, OpId, Outcome, data_head};
 use tokio::time::sleep;
 use tokio_util::codec::Encoder;
 
 use crate::exec::{Op, Place};
 use crate::input::Offer;
-use crate::stream::{CLOSE_WAIT, DATA_HEAD, Sender, Stream, data_head, failed};
+use crate::stream::{CLOSE_WAIT, DATA_HEAD, Sender, Stream, failed};
 
 /// Frames written by one call.
 const BATCH: usize = 8;
@@ -188,7 +188,7 @@ impl Output {
                     // Its length is told already, and what is told is kept until it is written.
                     bytes = bytes.get(..partial.length).ok_or(Error::Truncated)?;
                 }
-                heads[count] = data_head(channel, cursor, bytes.len());
+                heads[count] = data_head(channel, cursor, bytes.len())?;
                 pieces[count] = bytes;
                 cursor += bytes.len() as u64;
                 count += 1;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use pepo_proto::Channel;
 use tokio::io::unix::AsyncFd;
 use tokio::task::spawn_local;
-use tokio::time::{sleep_until, timeout};
+use tokio::time::{sleep, sleep_until, timeout};
 
 use crate::agent::Agent;
 use crate::exec::{Op, STALL};
@@ -31,10 +31,19 @@ const LARGE_PIPE: usize = 1 << 20;
 /// Pipes of processes that outlived their command which are read and dropped. Beyond it they are closed.
 const MAX_SINKS: usize = 256;
 
+/// From so many bytes without a pause on, a program is a bulk writer ...
+const BULK: usize = 128 << 10;
+
+/// ... and is left to fill its pipe for so long between reads: otherwise each of its small writes wakes the agent, and
+/// half of the time goes into taking turns on the processor.
+const GATHER: Duration = Duration::from_millis(1);
+
 /// Where a command's output comes from.
 pub struct Collector {
     sources: [Option<AsyncFd<OwnedFd>>; 2],
     full: bool,
+    /// Bytes since there was last nothing to read.
+    burst: usize,
     grown: [bool; 2],
 }
 
@@ -51,7 +60,12 @@ const CHANNELS: [Channel; 2] = [Channel::Out, Channel::Err];
 impl Collector {
     pub fn new(out: OwnedFd, err: Option<OwnedFd>) -> io::Result<Self> {
         let source = |fd| sys::watch(fd, tokio::io::Interest::READABLE);
-        Ok(Collector { sources: [Some(source(out)?), err.map(source).transpose()?], full: false, grown: [false; 2] })
+        Ok(Collector {
+            sources: [Some(source(out)?), err.map(source).transpose()?],
+            full: false,
+            burst: 0,
+            grown: [false; 2],
+        })
     }
 
     /// Whether every source has ended.
@@ -67,6 +81,13 @@ impl Collector {
             }
             self.full = false;
         }
+        if self.burst >= BULK {
+            sleep(GATHER).await;
+            if self.take(op) {
+                return;
+            }
+            self.burst = 0;
+        }
         let [out, err] = &self.sources;
         tokio::select! {
             result = ready(out) => if result.is_err() { self.sources[0] = None },
@@ -75,8 +96,8 @@ impl Collector {
         self.take(op);
     }
 
-    /// Takes what there is now, up to a bound that lets others have their turn.
-    pub fn take(&mut self, op: &Op) {
+    /// Takes what there is now, up to a bound that lets others have their turn. Tells whether there was anything.
+    pub fn take(&mut self, op: &Op) -> bool {
         let mut took = false;
         for index in [1, 0] {
             for _ in 0..8 {
@@ -89,7 +110,8 @@ impl Collector {
                 match fill {
                     Ok(Fill::Read(bytes)) => {
                         took = true;
-                        if bytes >= LARGE_PIPE / 32 && !self.grown[index] {
+                        self.burst += bytes;
+                        if self.burst >= BULK && !self.grown[index] {
                             self.grown[index] = true;
                             // A program that fills its pipe is waited for less often with a larger one; only speed.
                             let _ = rustix::pipe::fcntl_setpipe_size(source.get_ref(), LARGE_PIPE);
@@ -111,6 +133,7 @@ impl Collector {
         } else {
             op.ring.borrow_mut().settle();
         }
+        took
     }
 
     /// After the end of the first process: takes what it wrote, and for a short while what others still write.

@@ -268,12 +268,14 @@ impl Op {
         }
     }
 
-    /// Drops readers that stand still while another one waits for more: their host is gone without a word.
+    /// Drops readers that stand still while another one waits for more, or at a detached command, which is not to be held
+    /// up by a host that has gone without a word. Who is still there attaches again.
     pub fn drop_stalled(&self) {
         let next = self.ring.borrow().next();
         let mut readers = self.readers.borrow_mut();
-        if readers.iter().any(|reader| reader.cursor == next || reader.moved.elapsed() < STALL) {
-            readers.retain(|reader| reader.cursor == next || reader.moved.elapsed() < STALL);
+        let goes_on = |reader: &Reader| reader.cursor == next || reader.moved.elapsed() < STALL;
+        if self.detached || readers.iter().any(goes_on) {
+            readers.retain(goes_on);
             drop(readers);
             self.changed.notify_waiters();
             self.room.notify_one();

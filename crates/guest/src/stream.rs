@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
-use pepo_proto::{Channel, Error, Failure, FailureCode, Frame, Frames, HEADER, Outcome};
+use pepo_proto::{Error, Failure, FailureCode, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, Outcome};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
@@ -28,18 +28,7 @@ pub const CLOSE_WAIT: Duration = Duration::from_secs(30);
 pub const MAX_WRITE: usize = 32_000;
 
 /// Bytes before the payload in a `Data` frame: header, channel, offset.
-pub const DATA_HEAD: usize = HEADER + 9;
-
-/// The bytes before a payload of `length` bytes.
-pub fn data_head(channel: Channel, offset: u64, length: usize) -> [u8; DATA_HEAD] {
-    const DATA: u8 = 3;
-    let mut head = [0; DATA_HEAD];
-    head[..4].copy_from_slice(&(length as u32 + 10).to_le_bytes());
-    head[4] = DATA;
-    head[5] = channel as u8;
-    head[6..].copy_from_slice(&offset.to_le_bytes());
-    head
-}
+pub const DATA_HEAD: usize = HEADER + MAX_BODY - MAX_DATA;
 
 /// A failure with its sentence.
 pub fn failed(code: FailureCode, message: impl Into<String>) -> Outcome {

@@ -8,12 +8,12 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use bytes::{Buf, Bytes, BytesMut};
-use pepo_proto::{Channel, Error, FailureCode, Frame, Frames, MAX_DATA, Outcome};
+use pepo_proto::{Channel, Error, FailureCode, Frame, Frames, MAX_DATA, Outcome, data_head};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use tokio_util::codec::{Decoder, Encoder};
 
 use crate::agent::explain;
-use crate::stream::{DATA_HEAD, MAX_WRITE, Stream, data_head, failed};
+use crate::stream::{DATA_HEAD, MAX_WRITE, Stream, failed};
 use crate::sys;
 
 /// How long it may stand still before it is given up: the host cannot always tell that it has gone.
@@ -90,7 +90,7 @@ impl Wire {
 
     /// Puts a frame behind the payload so far; it goes out with the next flush.
     pub fn queue(&mut self, frame: Frame) -> Result<(), Fault> {
-        self.close_frame();
+        self.close_frame()?;
         let mut bytes = BytesMut::new();
         Frames::new().encode(frame, &mut bytes)?;
         if self.filled + bytes.len() > GATHER {
@@ -107,7 +107,7 @@ impl Wire {
     /// Room for payload on [`Channel::Out`]; what was put there is told by [`Self::advance`]. Never empty.
     pub fn space(&mut self) -> Result<&mut [u8], Fault> {
         if self.open.is_some_and(|open| self.filled - open == DATA_HEAD + MAX_DATA) {
-            self.close_frame();
+            self.close_frame()?;
         }
         let open = match self.open {
             Some(open) => open,
@@ -144,21 +144,22 @@ impl Wire {
         Ok(())
     }
 
-    fn close_frame(&mut self) {
+    fn close_frame(&mut self) -> Result<(), Fault> {
         if let Some(open) = self.open.take() {
             let length = self.filled - open - DATA_HEAD;
             if length == 0 {
                 self.filled = open;
             } else {
-                self.output[open..open + DATA_HEAD].copy_from_slice(&data_head(Channel::Out, self.offset, length));
+                self.output[open..open + DATA_HEAD].copy_from_slice(&data_head(Channel::Out, self.offset, length)?);
                 self.offset += length as u64;
             }
         }
+        Ok(())
     }
 
     /// Writes everything gathered.
     pub fn flush(&mut self) -> Result<(), Fault> {
-        self.close_frame();
+        self.close_frame()?;
         let filled = std::mem::take(&mut self.filled);
         let mut bytes = &self.output[..filled];
         while !bytes.is_empty() {
@@ -174,7 +175,7 @@ impl Wire {
 
     /// Ends the payload.
     pub fn eof(&mut self) -> Result<(), Fault> {
-        self.close_frame();
+        self.close_frame()?;
         let offset = self.offset;
         self.queue(Frame::Eof { channel: Channel::Out, offset })
     }

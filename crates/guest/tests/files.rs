@@ -485,3 +485,73 @@ fn dials_a_port_both_ways() {
     assert_eq!(shared.guest.cancel(op), Outcome::Done);
     while talk.receive().is_some() {}
 }
+
+#[test]
+fn users_have_their_own_rights_and_no_others() {
+    let shared = shared();
+    if !rustix::process::geteuid().is_root() {
+        // Without root everybody is the caller, and that has been shown by every other test here.
+        return;
+    }
+    std::fs::set_permissions(shared.directory.path(), std::fs::Permissions::from_mode(0o777)).unwrap();
+    let nobody = || Some("nobody".to_owned());
+    let path = |name: &str| shared.path(name);
+    let mut exec = program(&["id", "-u"]);
+    exec.user = nobody();
+    assert_eq!(shared.guest.exec(exec).text(), "65534\n");
+    let mut exec = sh("id -u; id -G; echo $HOME");
+    exec.user = Some("1234:77".into());
+    assert_eq!(shared.guest.exec(exec).text(), "1234\n77\n/\n");
+    std::fs::write(path("secret"), "s").unwrap();
+    std::fs::set_permissions(path("secret"), std::fs::Permissions::from_mode(0o600)).unwrap();
+    std::fs::create_dir(path("closed")).unwrap();
+    std::fs::set_permissions(path("closed"), std::fs::Permissions::from_mode(0o700)).unwrap();
+    std::fs::write(path("closed/file"), "s").unwrap();
+    let denied: Vec<Operation> = vec![
+        Operation::Read(Read { path: path("secret"), offset: 0, length: None, user: nobody() }),
+        Operation::List(List { path: path("closed"), user: nobody() }),
+        Operation::Stat(Stat { path: path("closed/file"), user: nobody() }),
+        Operation::TarOut(TarOut { path: path("closed"), user: nobody() }),
+        Operation::Watch(Watch { path: path("closed"), recursive: false, user: nobody() }),
+        Operation::Remove(Remove { path: path("closed/file"), recursive: false, user: nobody() }),
+        Operation::Rename(Rename { from: path("closed/file"), to: path("x"), user: nobody() }),
+        Operation::Make(Make {
+            path: path("closed/new"),
+            kind: MakeKind::Directory,
+            mode: None,
+            parents: false,
+            user: nobody(),
+        }),
+        Operation::Write(Write { path: path("closed/new"), mode: None, parents: false, user: nobody() }),
+    ];
+    for operation in denied {
+        let shown = format!("{operation:?}");
+        let writes = matches!(operation, Operation::Write(_));
+        let mut talk = shared.guest.request(new_op(), operation);
+        if writes {
+            talk.eof(0);
+        }
+        assert_eq!(talk.finish().failure(), FailureCode::Denied, "{shown}");
+    }
+    // And root again on the same threads.
+    for _ in 0..8 {
+        assert_eq!(shared.read(&path("secret"), 0, None).out, b"s");
+    }
+    let write = Write { path: path("theirs"), mode: None, parents: false, user: nobody() };
+    let mut talk = shared.guest.request(new_op(), Operation::Write(write));
+    talk.input(0, b"mine");
+    talk.eof(4);
+    assert_eq!(talk.finish().outcome, Outcome::Done);
+    assert_eq!(std::fs::metadata(path("theirs")).unwrap().uid(), 65534);
+    // Root replaces another's file: it stays the other's.
+    assert_eq!(shared.write(&path("theirs"), None, false, b"new").outcome, Outcome::Done);
+    assert_eq!(std::fs::metadata(path("theirs")).unwrap().uid(), 65534);
+    let bytes = archive(&[(b"d/", tar::EntryType::Directory, b"", b""), (b"d/f", tar::EntryType::Regular, b"", b"x")]);
+    let mut talk = shared.guest.request(new_op(), Operation::TarIn(TarIn { path: path("unpacked"), user: nobody() }));
+    talk.input(0, &bytes);
+    talk.eof(bytes.len() as u64);
+    assert_eq!(talk.finish().outcome, Outcome::Done);
+    assert_eq!(std::fs::metadata(path("unpacked/d/f")).unwrap().uid(), 65534);
+    let read = Read { path: path("theirs"), offset: 0, length: None, user: Some("no-such-user".into()) };
+    assert_eq!(shared.guest.ask(Operation::Read(read)).failure(), FailureCode::NotFound);
+}
