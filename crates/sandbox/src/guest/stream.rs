@@ -22,11 +22,12 @@ use tokio_util::codec::Encoder;
 use super::Error;
 use super::order::Incoming;
 
-/// Room made before a read. Four frames: fewer system calls than one frame each, and no more memory than a socket holds.
-const READ_ROOM: usize = 256 * 1024;
+/// Room for the first read: most operations say no more than this.
+const READ_FIRST: usize = 4 * 1024;
 
-/// Below this much room a new block is taken, so that a read is never a few bytes at the end of the old one.
-const READ_LEAST: usize = 64 * 1024;
+/// Room for a read once one has filled the first: four frames, fewer system calls than one frame each, and no more memory
+/// than a socket holds.
+const READ_ROOM: usize = 256 * 1024;
 
 /// Slices per write: a head and a payload for each of eight frames.
 const WRITE_SLICES: usize = 16;
@@ -173,7 +174,8 @@ impl Wire {
 /// Makes the two halves of a stream on which `request` will be sent.
 pub(super) fn halves(stream: UnixStream, request: &Request) -> (Reader, Writer) {
     let wire = Arc::new(Wire { stream, closed: AtomicBool::new(false) });
-    let reader = Reader { wire: wire.clone(), buffer: BytesMut::new(), incoming: Incoming::new(request) };
+    let (buffer, incoming) = (BytesMut::new(), Incoming::new(request));
+    let reader = Reader { wire: wire.clone(), buffer, room: READ_FIRST, incoming };
     (reader, Writer { wire, queue: VecDeque::new() })
 }
 
@@ -182,6 +184,7 @@ pub(super) fn halves(stream: UnixStream, request: &Request) -> (Reader, Writer) 
 pub(super) struct Reader {
     wire: Arc<Wire>,
     buffer: BytesMut,
+    room: usize,
     incoming: Incoming,
 }
 
@@ -200,12 +203,15 @@ impl Reader {
             if let Some(frame) = self.incoming.next(&mut self.buffer).map_err(Error::Protocol)? {
                 return Poll::Ready(Ok(frame));
             }
-            if self.buffer.capacity() - self.buffer.len() < READ_LEAST {
-                self.buffer.reserve(READ_ROOM);
+            // Below a quarter a new block is taken, so that a read is never a few bytes at the end of the old one.
+            if self.buffer.capacity() - self.buffer.len() < self.room / 4 {
+                self.buffer.reserve(self.room);
             }
+            let room = self.buffer.capacity() - self.buffer.len();
             ready!(self.wire.stream.poll_read_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
             match self.wire.stream.try_read_buf(&mut self.buffer) {
                 Ok(0) => return Poll::Ready(Err(Error::Lost(None))),
+                Ok(read) if read == room => self.room = READ_ROOM,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Poll::Ready(Err(Error::Lost(Some(error)))),
