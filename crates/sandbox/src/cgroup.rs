@@ -29,7 +29,7 @@ pub const PERIOD_US: u64 = 100_000;
 /// How long between two looks at a cgroup that empties.
 const LOOK: Duration = Duration::from_millis(4);
 
-/// Where the leaf of pepod's own processes is, below a delegated cgroup: v2 forbids processes beside sub-groups.
+/// The unit's `DelegateSubgroup=`: where pepod's own processes are below a delegated cgroup.
 const OWN_LEAF: &str = "pepod";
 
 /// Why a cgroup is not as wanted.
@@ -162,11 +162,10 @@ impl Hierarchies {
         })
     }
 
-    /// Readies the place of the leaves: on v2 the controllers must be handed down, and processes may not sit beside
-    /// sub-groups, so those of ours that do move to a leaf of their own.
+    /// Readies the place of the leaves: on v2 the controllers must be handed down.
     ///
     /// # Errors
-    /// [`Error::Io`]: the kernel does not hand the controllers down (foreign processes sit in the cgroup itself).
+    /// [`Error::Io`]: the kernel does not hand them down (processes sit in the cgroup itself, as in some containers).
     pub fn ready(&self) -> Result<(), Error> {
         let Some(Hierarchy { base, version: Version::V2 { controllers } }) = self.v2() else { return Ok(()) };
         let handed = base.join("cgroup.subtree_control");
@@ -179,17 +178,6 @@ impl Hierarchies {
             .collect();
         if wanted.is_empty() {
             return Ok(());
-        }
-        let procs = base.join("cgroup.procs");
-        let sitting = fs::read_to_string(&procs).map_err(at("read", &procs))?;
-        let ours = std::process::id().to_string();
-        if base.join("cgroup.type").exists() && sitting.lines().any(|pid| pid == ours) {
-            let leaf = base.join(OWN_LEAF);
-            make(&leaf)?;
-            for pid in sitting.lines() {
-                // One that ended meanwhile need not move.
-                let _ = put(&leaf.join("cgroup.procs"), pid);
-            }
         }
         put(&handed, &wanted.join(" ")).map_err(at("hand controllers down in", &handed))
     }
@@ -223,15 +211,15 @@ fn cgroup_mount(line: &str) -> Option<(&str, PathBuf, &str)> {
     Some((kind, PathBuf::from(mount.replace("\\040", " ")), options))
 }
 
-/// Our own cgroup, if systemd says that it is ours to divide.
+/// The cgroup above our own, if systemd gave it to us to divide and put us into a leaf of it (`DelegateSubgroup=`, systemd
+/// 254). A unit whose processes sit in the delegated cgroup itself cannot be started again while sub-groups with controllers
+/// are there, and Sandboxes outlive pepod: such a delegation is of no use here.
 fn delegated(mount: &Path, own: Option<&str>) -> Option<PathBuf> {
-    let own = own?.trim_start_matches('/');
-    // Of a leaf that an earlier call made, the parent is meant.
-    let own = own.strip_suffix(OWN_LEAF).map_or(own, |parent| parent.trim_end_matches('/'));
-    if own.is_empty() {
+    let above = own?.trim_start_matches('/').strip_suffix(OWN_LEAF)?.trim_end_matches('/');
+    if above.is_empty() {
         return None;
     }
-    let path = mount.join(own);
+    let path = mount.join(above);
     let mut value = [0; 8];
     let is = |name: &str, value: &mut [u8]| {
         rustix::fs::getxattr(&path, name, &mut *value).is_ok_and(|n| n >= 1 && value[0] == b'1')
@@ -607,6 +595,29 @@ mod tests {
         assert_eq!(tree.text("one/memory.swap.max"), "0");
         let usage = leaf.usage().expect("usage");
         assert_eq!((usage.cpu_ns, usage.memory_bytes, usage.pids, usage.oom_kills), (5000, 99, 2, 1));
+    }
+
+    #[test]
+    fn what_systemd_delegates_is_where_leaves_go() {
+        let unit = "system.slice/pepo.service";
+        let tree = Tree::new(&[
+            ("cgroup.controllers", "cpu memory pids"),
+            (&format!("{unit}/cgroup.controllers"), "cpu memory pids"),
+            (&format!("{unit}/cgroup.subtree_control"), "cpu"),
+            (&format!("{unit}/{OWN_LEAF}/cgroup.procs"), ""),
+        ]);
+        let mounts = format!("30 20 0:1 / {} rw - cgroup2 cgroup2 rw\n", tree.path("").display());
+        let base = |own: &str| Hierarchies::from_mounts(&mounts, Some(own)).expect("v2").0[0].base.clone();
+        let ours = format!("/{unit}/{OWN_LEAF}");
+        assert_eq!(base(&ours), tree.path(""), "taken without being given");
+        let flags = rustix::fs::XattrFlags::empty();
+        rustix::fs::setxattr(tree.path(unit), "user.delegate", b"1", flags)
+            .expect("user attributes in the temporary directory");
+        assert_eq!(base(&ours), tree.path(unit));
+        assert_eq!(base(&format!("/{unit}")), tree.path(""), "a unit that could not be started again");
+        let all = Hierarchies::from_mounts(&mounts, Some(&ours)).expect("v2");
+        all.ready().expect("ready");
+        assert_eq!(tree.text(&format!("{unit}/cgroup.subtree_control")), "+memory +pids");
     }
 
     #[test]
