@@ -86,12 +86,8 @@ fn processes(things: &mut BTreeMap<String, Option<Owner>>) {
         if state.starts_with('Z') || status.is_empty() {
             continue;
         }
-        // Foreign programs run for Pepo as a Sandbox's uid, or not at all.
-        if !SANDBOX_UIDS.contains(&uid) && !comm.starts_with("pepo") {
-            continue;
-        }
-        // Programs of tests: an agent as a process of the host is one.
-        if comm.starts_with("pepo_") || ["pepo-bench", "pepo-soak", "pepo-guest"].contains(&comm.as_str()) {
+        // Foreign programs run for Pepo as a Sandbox's uid, or not at all; the rest are the programs under test.
+        if !SANDBOX_UIDS.contains(&uid) && !under_test(&entry.path()) {
             continue;
         }
         // Start time: the same pid later is another process.
@@ -100,6 +96,12 @@ fn processes(things: &mut BTreeMap<String, Option<Owner>>) {
         let owner = owner_by_cgroup(&read("cgroup")).or_else(|| owner_by_environment(&entry.path()));
         things.insert(format!("process {pid} `{comm}` uid {uid} started {start}"), owner);
     }
+}
+
+/// Whether it is one of the programs that `make test` staged, replaced meanwhile or not.
+fn under_test(process: &Path) -> bool {
+    let stage = std::env::var_os("PEPO_E2E_BIN").map(PathBuf::from);
+    stage.is_some_and(|stage| fs::read_link(process.join("exe")).is_ok_and(|program| program.starts_with(stage)))
 }
 
 fn owner_by_cgroup(text: &str) -> Option<Owner> {

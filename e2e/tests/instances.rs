@@ -140,7 +140,7 @@ fn alone_a_full_disk_while_building_is_said_with_numbers() {
     assert!(err.contains("mib") || err.contains("gib"), "how much is needed, and how much there is: {ran}");
     instance.pepo(["down"]).ok();
     // An interrupted build leaves nothing: no half of an Image, no tree of packages.
-    let used = Command::new("du").args(["-sm"]).arg(&state).output().expect("du");
+    let used = Command::new("du").args(["-sm"]).arg(state.join("images")).output().expect("du");
     let used: u64 =
         String::from_utf8_lossy(&used.stdout).split_whitespace().next().expect("a number").parse().expect("a number");
     assert!(used < 8, "{used} MiB are left");

@@ -185,7 +185,11 @@ async fn input_with_an_offset_may_be_sent_again() {
 async fn a_terminal_is_a_terminal() {
     let up = Up::new().await;
     let shell = CreateCommand {
-        command: Some("tty; stty size; trap 'stty size' WINCH; trap 'echo INTERRUPTED' INT; while read line; do echo \"<$line>\"; done; echo bye".into()),
+        command: Some(
+            "tty; stty size; while [ \"$(stty size)\" = '33 91' ]; do sleep 0.05; done; stty size; \
+             trap 'echo INTERRUPTED' INT; while read line; do echo \"<$line>\"; done; echo bye"
+                .into(),
+        ),
         pty: Some(PtySize { cols: 91, rows: 33 }),
         open_stdin: true,
         wait_seconds: Some(0),
@@ -205,9 +209,8 @@ async fn a_terminal_is_a_terminal() {
             }
             let next = match stage {
                 0 if seen.contains("33 91") => Input::Resize { cols: 120, rows: 40 },
-                // A window's new size is told while the shell reads; the trap runs once the line is there.
-                1 => Input::Bytes("typed\r".into()),
-                2 if seen.contains("40 120") && seen.contains("<typed>") => Input::Bytes(b"\x03"[..].into()),
+                1 if seen.contains("40 120") => Input::Bytes("typed\r".into()),
+                2 if seen.contains("<typed>") => Input::Bytes(b"\x03"[..].into()),
                 3 if seen.contains("INTERRUPTED") => Input::Bytes(b"\x04"[..].into()),
                 _ => continue,
             };
