@@ -178,7 +178,9 @@ impl Pepod {
         tokio::spawn(async move {
             // None of this release's settings can change under running Sandboxes; the signal must not end us all the same.
             while hangup.recv().await.is_some() {
-                tracing::info!("settings are read at the start: restart pepod to use new ones, Sandboxes go on meanwhile");
+                tracing::info!(
+                    "settings are read at the start: restart pepod to use new ones, Sandboxes go on meanwhile"
+                );
             }
         });
         let mut stop = self.0.stop.subscribe();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use daemon::{Daemon, Options, within};
 use pepo_api::client::{AttachEvent, Client, ClientError, Input, body_from};
-use pepo_api::query::{AtPath, ShowCommand, ShowSession, UnderPath, WriteFile, WriteStdin};
+use pepo_api::query::{AtPath, ListSessions, ShowCommand, ShowSession, UnderPath, WriteFile, WriteStdin};
 use pepo_api::{
     CommandId, CommandState, CreateCommand, CreateSession, ErrorCode, OnDisconnect, Output, Reason, SessionState,
     StreamEvent, Text,
@@ -341,6 +341,89 @@ async fn files_trees_and_connections_pass_both_ways() {
     within(60, dialed.read_to_end(&mut answer)).await.expect("read");
     assert_eq!(answer, b"through the wall");
     echo.await.expect("echo");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn output_that_nobody_reads_is_bounded_and_its_holes_are_told() {
+    let daemon = Daemon::start(Options::default());
+    let client = daemon.client();
+    let session = session(&client).await;
+    // Nobody follows: the guest keeps the end of it.
+    let loud = CreateCommand { wait_seconds: Some(0), ..line("head -c 40000000 /dev/zero; echo end >&2") };
+    let id = client.command_create(&session, &loud).await.expect("command").command.id;
+    let began = Instant::now();
+    while client
+        .command_show(&session, id, &ShowCommand { max_output_bytes: Some(0), ..ShowCommand::default() })
+        .await
+        .expect("look")
+        .command
+        .end
+        .is_none()
+    {
+        assert!(began.elapsed() < Duration::from_secs(60), "a command that nobody reads stands still");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    let mut events = client.command_events(&session, id, ShowCommand::default());
+    let (mut gap, mut got, mut end) = (0, 0, false);
+    while let Some(event) = within(60, events.next()).await.expect("event") {
+        match event {
+            StreamEvent::Gap { from, to } => gap += to - from,
+            StreamEvent::Stdout { data, .. } => got += text(&data).len() as u64,
+            StreamEvent::Exit { command } => {
+                end = true;
+                assert_eq!(command.stdout_bytes, 40_000_000);
+            }
+            _ => {}
+        }
+    }
+    assert!(end && gap > 0 && got > 0);
+    assert_eq!(gap + got, 40_000_000);
+
+    // A caller that stands still holds the program back, and pepod keeps none of it.
+    let before = daemon.resident_kib();
+    let endless = CreateCommand {
+        wait_seconds: Some(0),
+        on_disconnect: Some(OnDisconnect::Kill),
+        ..line("head -c 300000000 /dev/zero")
+    };
+    let id = client.command_create(&session, &endless).await.expect("command").command.id;
+    let mut attached = client.command_attach(&session, id, 0);
+    while !matches!(within(60, attached.next()).await, Some(Ok(AttachEvent::Stdout(_)))) {}
+    // Time enough for all of it, if something took it.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let grown = daemon.resident_kib().saturating_sub(before);
+    assert!(grown < 32 * 1024, "pepod grew by {grown} KiB");
+    drop(attached);
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn lists_are_filtered_and_paged() {
+    let daemon = Daemon::start(Options::default());
+    let client = daemon.client();
+    let mut made = Vec::new();
+    for n in 0..5 {
+        let body = CreateSession { labels: [("n".into(), format!("{}", n % 2))].into(), ..Default::default() };
+        made.push(client.session_create(&body).await.expect("session").id);
+    }
+    client.session_terminate(&made[0].to_string()).await.expect("terminate");
+    let list = |query: ListSessions| {
+        let client = client.clone();
+        async move { client.session_list(&query).await.expect("list") }
+    };
+    let first = list(ListSessions { limit: Some(3), ..Default::default() }).await;
+    let second = list(ListSessions { limit: Some(3), cursor: first.next_cursor.clone(), ..Default::default() }).await;
+    let mut ids: Vec<_> = first.items.iter().chain(&second.items).map(|session| session.id).collect();
+    ids.reverse();
+    assert_eq!(ids, made);
+    assert!(second.next_cursor.is_none());
+    let odd = list(ListSessions { label: vec!["n=1".into()], limit: Some(1), ..Default::default() }).await;
+    assert_eq!(odd.items.iter().map(|session| session.id).collect::<Vec<_>>(), [made[3]]);
+    let rest = list(ListSessions { label: vec!["n=1".into()], cursor: odd.next_cursor, ..Default::default() }).await;
+    assert_eq!(rest.items.iter().map(|session| session.id).collect::<Vec<_>>(), [made[1]]);
+    let over = list(ListSessions { state: Some(SessionState::Terminated), ..Default::default() }).await;
+    assert_eq!(over.items.iter().map(|session| session.id).collect::<Vec<_>>(), [made[0]]);
     daemon.end().await;
 }
 

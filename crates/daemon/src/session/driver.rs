@@ -1,6 +1,6 @@
 //! The one task that owns a Session's Sandbox: it turns what happens into events, asks `state.rs` what follows, and does it.
 //!
-//! Writes every change to the store before it is published, except those that say that something has begun to be undone.
+//! Hands every change to the store before it is published, and waits for the disk where an end is told.
 //! Decides by this priority, when several things are there at once:
 //!
 //! ```text
@@ -264,7 +264,7 @@ impl Driver {
         }
     }
 
-    /// Publishes a change, once the store has it.
+    /// Publishes a change that the store has, or will have before anything that comes after it.
     async fn publish(&mut self, change: impl FnOnce(&mut Published)) {
         let mut next = self.session.now();
         change(&mut next);
@@ -280,7 +280,11 @@ impl Driver {
             ended: next.ended.clone(),
             ..self.session.row()
         };
-        if let Err(error) = self.sessions.0.store.write(Write::Session(Box::new(row))).await {
+        let write = Write::Session(Box::new(row));
+        if next.ended.is_none() {
+            // Writes stay in order: what must be on the disk before it acts (a Sandbox's row, its claim) waits for this too.
+            self.sessions.0.store.write_later(write).await;
+        } else if let Err(error) = self.sessions.0.store.write(write).await {
             // The daemon is about to end for this reason; what is published is the truth all the same.
             tracing::error!(session = %self.session.id(), %error, "state could not be recorded");
         }

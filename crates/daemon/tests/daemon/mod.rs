@@ -105,6 +105,17 @@ impl Daemon {
         Client::unix(self.home.path().join("run/operator.sock"))
     }
 
+    /// Memory that pepod has resident.
+    pub fn resident_kib(&self) -> u64 {
+        let host = self.child.as_ref().expect("running").id();
+        let children = std::fs::read_to_string(format!("/proc/{host}/task/{host}/children")).expect("children");
+        let comm = |pid: &str| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+        let pepod = children.split_whitespace().find(|pid| comm(pid).trim() == "pepod").expect("pepod");
+        let status = std::fs::read_to_string(format!("/proc/{pepod}/status")).expect("status");
+        let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
+        line.trim().trim_end_matches(" kB").trim().parse().expect("number")
+    }
+
     /// Directories of Sandboxes.
     pub fn jails(&self) -> Vec<PathBuf> {
         let entries = std::fs::read_dir(self.home.path().join("state/jail")).expect("jails");
