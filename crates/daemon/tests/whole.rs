@@ -513,8 +513,10 @@ async fn a_sandbox_that_dies_is_told_at_once_and_in_words() {
         }
     };
     assert!(began.elapsed() < Duration::from_secs(2), "{:?}", began.elapsed());
-    assert_eq!(end.reason, Reason::VmmExit);
-    assert_eq!(daemon::ended(&client, &session).await.reason, Reason::VmmExit);
+    // Which of the two depends on who is first: the agent's end, or the note of it, which no keeper takes here.
+    let told = [Reason::VmmExit, Reason::KilledOutside];
+    assert!(told.contains(&end.reason), "{:?}", end.reason);
+    assert_eq!(daemon::ended(&client, &session).await.reason, end.reason);
     let error = client.command_create(&session, &line("true")).await.expect_err("it has ended");
     assert_eq!(code(&error), Some(ErrorCode::SessionTerminated));
     daemon.end().await;
