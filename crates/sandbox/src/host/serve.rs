@@ -72,6 +72,8 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     let served = serve.until_gone(&signals, &daemon);
     // A build without its pepod has nobody to name what it makes.
     let _ = serve.kill_builder();
+    // Whatever ended us ends pepod too: it may not have noticed yet.
+    let _ = rustix::net::shutdown(&serve.socket, rustix::net::Shutdown::Both);
     let code = exit_code(&daemon);
     // The lease goes if nothing of ours is left. Threads still at work die with this process; what they were making has a
     // directory, and the next start finds it.
@@ -183,7 +185,10 @@ impl Serve {
             return self.answer(seq, Err(Refusal::Invalid { reason: "too many requests at once".to_owned() }));
         }
         let thread = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
-            let done = serve.work_on(request);
+            // A fault of ours ends one request, and is answered.
+            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve.work_on(request)));
+            let panicked = |_| Err(Refusal::Step { step: "work".to_owned(), reason: "a panic".to_owned() });
+            let done = done.unwrap_or_else(panicked);
             serve.answer(seq, done);
         });
         if let Err(error) = thread {
