@@ -295,7 +295,7 @@ impl Screen {
                     self.log.pop_front();
                 }
                 let line = escape::line(&render::short(line, 300));
-                self.now(&render::short(&line, 60));
+                self.now(&line);
                 self.log.push_back(line);
             }
             BuildEvent::Done { .. } | BuildEvent::Failed { .. } => {}
@@ -306,6 +306,9 @@ impl Screen {
         if self.terminal
             && let Some((title, _)) = &self.step
         {
+            // One line, whatever the width: what wraps could not be taken back.
+            let room = usize::from(crate::terminal::size().cols).saturating_sub(title.chars().count() + 3);
+            let text = if room < 8 { String::new() } else { render::short(text, room) };
             self.write(&format!("\r\x1b[K{title}  {text}"));
             self.standing = true;
         }
@@ -322,6 +325,15 @@ impl Screen {
         self.done();
         for line in std::mem::take(&mut self.log) {
             let _ = writeln!(std::io::stderr(), "  {line}");
+        }
+    }
+}
+
+impl Drop for Screen {
+    /// Given up in the middle: what is printed next begins on a line of its own.
+    fn drop(&mut self) {
+        if self.standing {
+            self.write("\n");
         }
     }
 }
