@@ -73,7 +73,7 @@ impl Failure {
             text.push_str(&format!("      {}\n", escape::line(more)));
         }
         for line in &self.console {
-            text.push_str(&format!("console: {}\n", escape::line(line)));
+            text.push_str(&console_line(line));
         }
         for hint in &self.hints {
             text.push_str(&format!("hint: {}\n", escape::line(hint)));
@@ -81,6 +81,16 @@ impl Failure {
         // Standard error may be gone; there is no other place to say so.
         let _ = std::io::stderr().write_all(text.as_bytes());
     }
+}
+
+fn console_line(line: &str) -> String {
+    format!("console: {}\n", escape::line(line))
+}
+
+/// Lines of a guest's console on standard error, which explain but prove nothing.
+pub fn console(lines: &[String]) {
+    let text: String = lines.iter().map(|line| console_line(line)).collect();
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }
 
 /// Whether notes are wanted.

@@ -5,10 +5,10 @@ use std::ffi::OsString;
 use clap::Args;
 use pepo_api::client::Client;
 use pepo_api::query::{ShowCommand, ShowSession};
-use pepo_api::{CommandId, CommandState, OnDisconnect};
+use pepo_api::{Command, CommandId, CommandState, OnDisconnect, Reason};
 
 use super::flags::How;
-use crate::fail::{Failure, Outcome};
+use crate::fail::{Failure, Outcome, console};
 use crate::follow::{self, Detach, Ending, Followed, Outputs, Stdin};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
@@ -74,6 +74,7 @@ impl Exec {
 pub async fn finish(client: &Client, session: &str, id: CommandId, ending: Ending) -> Outcome<u8> {
     match ending {
         Ending::Exited(command) => {
+            explain(client, session, &command).await;
             let memory = client.session_show(session, &ShowSession::default()).await.ok().map(|s| s.memory_mib);
             Ok(follow::exit_code(&command, memory))
         }
@@ -83,6 +84,20 @@ pub async fn finish(client: &Client, session: &str, id: CommandId, ending: Endin
             kill(client, session, id).await;
             Ok(follow::code_of(&other).unwrap_or(125))
         }
+    }
+}
+
+/// Shows the end of the console where the machine itself went down: it may say why.
+pub async fn explain(client: &Client, session: &str, command: &Command) {
+    let Some(end) = &command.end else { return };
+    if !matches!(end.reason, Reason::GuestPanic | Reason::GuestInitDied | Reason::GuestSilent | Reason::VmmExit) {
+        return;
+    }
+    // Best effort: the end of the command is told in any case.
+    if let Ok(found) = client.session_show(session, &ShowSession::default()).await
+        && let Some(ended) = &found.ended
+    {
+        console(&ended.last_console_lines);
     }
 }
 

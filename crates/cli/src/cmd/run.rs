@@ -115,7 +115,10 @@ impl Run {
             let ending =
                 follow::follow(Some(&followed), attached, stdin, Detach::Never, outputs, &mut interrupts).await?;
             let code = match ending {
-                Ending::Exited(command) => follow::exit_code(&command, Some(session.memory_mib)),
+                Ending::Exited(command) => {
+                    super::exec::explain(&client, &name, &command).await;
+                    follow::exit_code(&command, Some(session.memory_mib))
+                }
                 Ending::Failed(error) => {
                     let failure = Failure::from(error);
                     failure.show();
