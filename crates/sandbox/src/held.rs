@@ -297,12 +297,10 @@ impl<'a> Holdings<'a> {
     /// whatever runs under its uids; returns when all of it is gone.
     fn end_processes(self) -> io::Result<()> {
         let deadline = Instant::now() + DEAD_WITHIN;
-        if let Ok(record) = self.place.read::<KeeperRecord>(self.id, file::KEEPER)
-            && let Ok(pidfd) = proc::open_exact(record.pid, record.start)
-        {
+        if let Ok(pidfd) = self.place.keeper(self.id) {
             proc::kill(pidfd.as_fd())?;
             if !proc::wait(pidfd.as_fd(), DEAD_WITHIN) {
-                return Err(io::Error::other(format!("keeper {} does not end", record.pid)));
+                return Err(io::Error::other("its keeper does not end"));
             }
         }
         self.place.cgroups.leaf(self.place.cgroup(self.id)).kill(DEAD_WITHIN).map_err(io::Error::other)?;
@@ -418,5 +416,75 @@ mod tests {
         symlink(&outside, root.path().join("tree")).expect("link");
         remove_tree(parent.as_fd(), "tree").expect("a link itself");
         assert!(outside.join("precious").exists(), "a link was followed");
+    }
+
+    fn place(root: &Path) -> Place {
+        let jails = root.join("jail");
+        fs::create_dir_all(&jails).expect("jails");
+        let block = UidBlock { index: 7, first: crate::registry::LAST_UID - UidBlock::SIZE + 1 };
+        let tag = "te5t".parse().expect("tag");
+        Place::open(tag, block, &jails, Hierarchies::detect().expect("cgroups")).expect("place")
+    }
+
+    fn plan(id: SandboxId) -> Plan {
+        let path = || crate::plan::StatePath::new("x").expect("path");
+        let vmm = crate::plan::Vmm::Qemu;
+        Plan { id, vmm, kernel: path(), initramfs: path(), root: path(), memory_mib: 256, cpus: 1, disk_mib: 64 }
+    }
+
+    #[test]
+    fn a_directory_claims_a_slot_and_leads_to_everything() {
+        let root = tempfile::tempdir().expect("directory");
+        let place = place(root.path());
+        let id = SandboxId::new(crate::id::Slot::new(9).expect("slot"));
+        place.claim(&plan(id)).expect("claim");
+        assert_eq!(place.claim(&plan(id)).expect_err("twice").kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(place.read::<Plan>(id, file::PLAN).expect("plan"), plan(id));
+        assert_eq!(place.all().expect("all"), [id]);
+        assert_eq!(place.keeper(id).expect_err("no keeper yet").kind(), io::ErrorKind::NotFound);
+        // A process of that number that started at another time, or is in another cgroup, is not the keeper.
+        let start = proc::start_time(std::process::id()).expect("start time");
+        for start in [start + 1, start] {
+            place.write(id, file::KEEPER, &KeeperRecord { pid: std::process::id(), start }).expect("record");
+            assert!(place.keeper(id).is_err(), "this test was taken for a keeper");
+        }
+        assert_eq!(Holdings::of(&place, id).present().len(), 1);
+        // That record is still there: a release that believed it would end this test.
+        Holdings::of(&place, id).release().expect("release");
+        Holdings::of(&place, id).release().expect("absent is done");
+        assert!(place.all().expect("all").is_empty());
+    }
+
+    #[test]
+    fn links_in_a_jail_lead_nowhere() {
+        let root = tempfile::tempdir().expect("directory");
+        let place = place(root.path());
+        let id = SandboxId::new(crate::id::Slot::new(10).expect("slot"));
+        place.claim(&plan(id)).expect("claim");
+        fs::write(root.path().join("secret"), "x").expect("secret");
+        symlink(root.path(), place.directory(id).join("keep")).expect("link");
+        symlink("../../secret", place.directory(id).join("exit.json")).expect("link");
+        for name in ["keep/secret", "exit.json", "../../secret", "/etc/passwd"] {
+            assert!(place.open_at(id, name, OFlags::RDONLY).is_err(), "{name} was opened");
+        }
+        Holdings::of(&place, id).release().expect("release");
+        assert!(root.path().join("secret").exists());
+    }
+
+    #[test]
+    fn jails_that_others_could_replace_are_refused() {
+        let root = tempfile::tempdir().expect("directory");
+        drop(place(root.path()));
+        let open = || {
+            let (tag, block) = ("te5t".parse().expect("tag"), UidBlock { index: 7, first: 0x7070_0000 });
+            Place::open(tag, block, &root.path().join("jail"), Hierarchies::detect().expect("cgroups"))
+        };
+        let mode = |path: &Path, mode| rustix::fs::chmod(path, Mode::from_raw_mode(mode)).expect("chmod");
+        mode(root.path(), 0o777);
+        assert!(open().is_err(), "the directory above is everybody's");
+        mode(root.path(), 0o1777);
+        assert!(open().is_ok(), "sticky protects it");
+        mode(&root.path().join("jail"), 0o777);
+        assert!(open().is_err(), "the jails are everybody's");
     }
 }

@@ -45,6 +45,9 @@ const GUEST: &str = "pepo.guest=1";
 /// How long a keeper may take to say that it runs.
 const RUNNING_WITHIN: Duration = Duration::from_secs(60);
 
+/// How long a killed keeper may take to be gone, with all below it; what is left then is told by what holds it.
+const ENDED_WITHIN: Duration = Duration::from_secs(20);
+
 /// How often a waiting start looks whether it was cancelled.
 const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
 
@@ -81,9 +84,15 @@ struct Prepared {
 }
 
 impl Made {
-    /// Closes what is only held here.
+    /// Closes what is only held here, and ends a keeper that this process started: one that has not joined its cgroup yet is
+    /// known by this descriptor alone.
     pub fn let_go(&mut self) {
         self.prepared = None;
+        if let Some(keeper) = &self.keeper
+            && proc::kill(keeper.as_fd()).is_ok()
+        {
+            proc::wait(keeper.as_fd(), ENDED_WITHIN);
+        }
     }
 
     /// Takes a keeper's exit status, if it has one, so that no zombie stays.
