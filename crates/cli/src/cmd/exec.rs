@@ -1,6 +1,7 @@
 //! `pepo exec`: a command in a Session that is there.
 
 use std::ffi::OsString;
+use std::time::Duration;
 
 use clap::Args;
 use pepo_api::client::Client;
@@ -93,17 +94,25 @@ pub async fn explain(client: &Client, session: &str, command: &Command) {
     if !matches!(end.reason, Reason::GuestPanic | Reason::GuestInitDied | Reason::GuestSilent | Reason::VmmExit) {
         return;
     }
-    // Best effort: the end of the command is told in any case.
-    if let Ok(found) = client.session_show(session, &ShowSession::default()).await
-        && let Some(ended) = &found.ended
-    {
+    // Best effort, and the Session knows a moment after its command.
+    let ended = async {
+        let mut query = ShowSession::default();
+        loop {
+            let found = client.session_show(session, &query).await.ok()?;
+            if found.ended.is_some() {
+                return found.ended;
+            }
+            query = ShowSession { after: Some(found.generation), wait_seconds: Some(5) };
+        }
+    };
+    if let Ok(Some(ended)) = tokio::time::timeout(Duration::from_secs(5), ended).await {
         console(&ended.last_console_lines);
     }
 }
 
 async fn kill(client: &Client, session: &str, id: CommandId) {
     // Best effort: closing the attachment kills it too.
-    let _ = tokio::time::timeout(std::time::Duration::from_secs(5), client.command_kill(session, id)).await;
+    let _ = tokio::time::timeout(Duration::from_secs(5), client.command_kill(session, id)).await;
 }
 
 /// Waits for the end and prints the command with its output as JSON.
