@@ -151,6 +151,8 @@ impl Outward {
                     continue;
                 }
                 Ok(Item::End) => AttachControl::Exit { command: Box::new(self.follower.shown()) },
+                // A connection that breaks off is taken up again by the caller; an Error would be the last word.
+                Err(error) if error.is_a_lost_stream() => return false,
                 Err(error) => {
                     let Problem(error) = error.into();
                     AttachControl::Error { error }

@@ -92,6 +92,8 @@ impl Sending {
             match tokio::time::timeout(COMMENT_EVERY, self.follower.next()).await {
                 Err(_) => return Some(Bytes::from_static(b":\n\n")),
                 Ok(Ok(item)) => self.item(item),
+                // A stream that breaks off is resumed by its last id; an error would be the last word.
+                Ok(Err(error)) if error.is_a_lost_stream() => return None,
                 Ok(Err(error)) => {
                     self.flush(None);
                     let Problem(error) = error.into();

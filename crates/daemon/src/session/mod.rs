@@ -155,6 +155,18 @@ pub enum Error {
     Lost(SessionId),
 }
 
+impl Error {
+    /// Whether it says only that a stream to the guest broke: the operation is not over by that, and whoever follows it
+    /// may do so again from where it was.
+    pub fn is_a_lost_stream(&self) -> bool {
+        matches!(
+            self,
+            Error::Guest(guest::Error::Lost(_) | guest::Error::Unreachable(_))
+                | Error::Host(pepo_sandbox::host::Error::Lost)
+        )
+    }
+}
+
 impl From<store::Error> for Error {
     fn from(error: store::Error) -> Self {
         match error {
