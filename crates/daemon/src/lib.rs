@@ -297,9 +297,10 @@ impl Pepod {
     /// The privileged side.
     pub async fn sweep(&self, only_look: bool) -> Result<Vec<Leftover>, pepo_sandbox::host::Error> {
         let host = self.sessions().host();
-        let kept = self.sessions().sandboxes();
         let left = if only_look {
+            // Looked at first: whatever is made meanwhile is accounted for before it is on the host.
             let found = host.found().await?;
+            let kept = self.sessions().sandboxes();
             found
                 .into_iter()
                 .filter(|found| !kept.contains(&found.id))
@@ -313,7 +314,7 @@ impl Pepod {
                 })
                 .collect()
         } else {
-            host.sweep(&kept).await?.into_iter().map(places::leftover).collect()
+            host.sweep(&self.sessions().sandboxes()).await?.into_iter().map(places::leftover).collect()
         };
         Ok(left)
     }

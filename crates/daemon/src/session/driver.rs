@@ -88,7 +88,33 @@ pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<A
         place: Some(place),
         keep_stored: None,
     };
-    tokio::spawn(driver.run(start));
+    let (sessions, session) = (driver.sessions.clone(), driver.session.clone());
+    tokio::spawn(async move {
+        if let Err(error) = tokio::spawn(driver.run(start)).await
+            && error.is_panic()
+        {
+            abandon(&sessions, &session).await;
+        }
+    });
+}
+
+/// A driver that panicked: nobody may wait for ever for its Session, and its Sandbox may not stay.
+async fn abandon(sessions: &Sessions, session: &Session) {
+    tracing::error!(session = %session.id(), "its driver ended in a panic: ending the Session");
+    let cause = Cause::told(Reason::Unknown, "an internal error; see the log");
+    let end = ended(&cause, Timestamp::now());
+    session.commands().sandbox_ended(&end);
+    if let Some(id) = session.now().state.tenure().and_then(|tenure| super::engine_id(tenure.sandbox)) {
+        sessions.bury(id).await;
+    }
+    session.0.published.send_modify(|published| {
+        published.generation += 1;
+        published.guest = None;
+        published.ended = Some(end);
+        published.state = State::Terminated(cause);
+    });
+    sessions.0.store.write_later(Write::Session(Box::new(session.row()))).await;
+    sessions.leave(session.id());
 }
 
 impl Driver {
@@ -211,6 +237,16 @@ impl Driver {
                     Reason::GuestSilent,
                     format!("the guest did not answer for {seconds} s"),
                 )))
+            }
+            Progress::Stuck => {
+                self.work = Work::Nothing;
+                if let Some(tenure) = self.session.now().state.tenure()
+                    && let Some(id) = super::engine_id(tenure.sandbox)
+                {
+                    self.sessions.bury(id).await;
+                }
+                self.pending.push_back(Event::Stopped);
+                Some(Event::SandboxEnded(Cause::told(Reason::Unknown, "an internal error; see the log")))
             }
             Progress::Stopped(exit) => {
                 self.work = Work::Nothing;
@@ -471,6 +507,8 @@ enum Progress {
     Ended,
     Silent,
     Stopped(Box<Exit>),
+    /// The stop path itself failed: what it held is buried from outside.
+    Stuck,
 }
 
 /// Returns when the work under way has come to something. Never, where there is none.
@@ -489,9 +527,8 @@ async fn progress(work: &mut Work) -> Progress {
         Work::Stopping(task) => match task.await {
             Ok(exit) => Progress::Stopped(Box::new(exit)),
             Err(error) => {
-                // The stop path's drop releases what it held; nothing more can be done from here.
                 tracing::error!(%error, "stopping a Sandbox ended in a panic");
-                std::future::pending().await
+                Progress::Stuck
             }
         },
     }

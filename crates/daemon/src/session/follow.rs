@@ -97,6 +97,8 @@ pub struct Follower {
     first: Option<Item>,
     leaving: Leaving,
     input: Option<guest::Input>,
+    /// Whether the caller has been given anything yet.
+    begun: bool,
 }
 
 /// Which output a channel is.
@@ -124,6 +126,7 @@ impl Follower {
             first: None,
             leaving: Leaving::Gone,
             input: None,
+            begun: false,
         }
     }
 
@@ -248,6 +251,7 @@ impl Follower {
     /// [`Error::OutputGone`], or a guest that is no longer understood.
     pub async fn next(&mut self) -> Result<Item, Error> {
         if let Some(first) = self.first.take() {
+            self.begun = true;
             return Ok(first);
         }
         let mut lost_at = None;
@@ -261,6 +265,7 @@ impl Follower {
                 Source::Live(exec) => match exec.next().await {
                     Some(Ok(output)) => {
                         lost_at = None;
+                        self.begun = true;
                         if let Some(item) = self.item(output) {
                             return Ok(item);
                         }
@@ -330,6 +335,12 @@ impl Follower {
         self.source = match shelf.get(row.session, row.id) {
             Some(output) => Source::Kept(output.clone(), output.first_at(self.next)),
             None if self.counts.is_some() || self.next >= row.stdout_bytes + row.stderr_bytes => Source::Over,
+            // In the middle of it a hole is told, then the end; a new look is told that there is nothing to see.
+            None if self.begun => {
+                let mut hole = kept::Output::default();
+                hole.gap(row.stdout_bytes + row.stderr_bytes);
+                Source::Kept(Arc::new(hole), 0)
+            }
             None => return Err(Error::OutputGone(row.id)),
         };
         Ok(())
