@@ -30,7 +30,7 @@ pub fn line(text: &str) -> String {
     clean
 }
 
-/// Several lines: as [`line`], but line feeds and tabs stay.
+/// Several lines: as [`line()`], but line feeds and tabs stay.
 pub fn text(text: &str) -> String {
     let mut clean = String::with_capacity(text.len());
     for c in text.chars() {

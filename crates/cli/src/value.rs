@@ -114,7 +114,7 @@ pub struct Copy {
     pub destination: Option<String>,
 }
 
-/// Reads a [`Copy`]. A path that exists as typed is taken whole, so a colon in a name does no harm.
+/// Reads a [`struct@Copy`]. A path that exists as typed is taken whole, so a colon in a name does no harm.
 pub fn copy(text: &str) -> Result<Copy, String> {
     if text.is_empty() {
         return Err("the path to copy is empty".into());
