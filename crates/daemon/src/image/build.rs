@@ -503,31 +503,68 @@ fn proxies() -> Vec<String> {
 }
 
 /// Turns what mmdebstrap and apt print into steps and percents.
+///
+/// apt says twice how many packages it will install: those that every system has, fetched in a step of their own and
+/// unpacked in 2 of 16 seconds, and all others, fetched, unpacked and set up in one go.
 #[derive(Default)]
 struct Progress {
-    fetching: bool,
-    fetched: u64,
-    settled: u64,
+    part: Part,
+    packages: u64,
+    counted: u64,
     last: Option<Instant>,
 }
 
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Part {
+    #[default]
+    Finding,
+    Fetching,
+    Essential,
+    Others,
+    Recipe,
+}
+
 impl Progress {
+    fn begin<W: Write>(&mut self, part: Part, step: Option<(u32, &str)>, teller: &mut Teller<W>) {
+        self.part = part;
+        self.counted = 0;
+        if let Some((number, name)) = step {
+            teller.step(number, name);
+        }
+    }
+
     fn line<W: Write>(&mut self, line: &str, teller: &mut Teller<W>) {
-        match line {
-            _ if line.starts_with("I: running apt-get update") => teller.step(1, "Find packages"),
+        if let Some(packages) = between(line, "upgraded, ", " newly installed") {
+            self.packages = packages.parse().unwrap_or(0);
+        }
+        let fetched = line.starts_with("Get:");
+        let settled = line.starts_with("Unpacking ") || line.starts_with("Setting up ");
+        match (line, self.part) {
+            _ if line.starts_with("I: running apt-get update") => {
+                self.begin(Part::Finding, Some((1, "Find packages")), teller);
+            }
             _ if line.starts_with("I: downloading packages") => {
-                self.fetching = true;
-                teller.step(2, "Fetch packages");
+                self.begin(Part::Fetching, Some((2, "Fetch packages")), teller);
             }
             _ if line.starts_with("I: extracting archives") => {
-                self.fetching = false;
-                teller.step(3, "Install packages");
+                self.begin(Part::Essential, Some((3, "Install packages")), teller);
             }
-            _ if line.starts_with("I: running --customize-hook") => teller.step(4, "Carry out the recipe"),
-            _ if self.fetching && line.starts_with("Get:") => self.fetched += 1,
-            _ if line.starts_with("Unpacking ") || line.starts_with("Setting up ") => {
-                self.settled += 1;
-                teller.progress(self.settled, 2 * self.fetched);
+            _ if line.starts_with("I: installing remaining") => self.begin(Part::Others, None, teller),
+            _ if line.starts_with("I: running --customize-hook") => {
+                self.begin(Part::Recipe, Some((4, "Carry out the recipe")), teller);
+            }
+            (_, Part::Fetching) if fetched => {
+                self.counted += 1;
+                teller.progress(self.counted, self.packages);
+            }
+            (_, Part::Essential) if settled => {
+                self.counted += 1;
+                teller.progress(self.counted, 8 * 2 * self.packages);
+            }
+            (_, Part::Others) if settled || fetched => {
+                self.counted += 1;
+                let all = 3 * self.packages;
+                teller.progress(all + 7 * self.counted.min(all), 8 * all);
             }
             _ => {}
         }
@@ -778,6 +815,7 @@ mod tests {
             "I: running apt-get update...",
             "Get:1 x trixie InRelease",
             "I: downloading packages with apt...",
+            "0 upgraded, 2 newly installed, 0 to remove and 0 not upgraded.",
             "Get:1 x a",
             "Get:2 x b",
             "I: extracting archives...",
@@ -785,6 +823,12 @@ mod tests {
             "Setting up a (1) ...",
             "Unpacking b (1) ...",
             "Setting up b (1) ...",
+            "I: installing remaining packages inside the chroot...",
+            "0 upgraded, 1 newly installed, 0 to remove and 0 not upgraded.",
+            "Get:1 x c",
+            "Unpacking c (1) ...",
+            "Setting up c (1) ...",
+            "Setting up something that nobody announced",
             "I: running --customize-hook in shell",
         ] {
             progress.line(line, &mut teller);
@@ -799,7 +843,7 @@ mod tests {
             .iter()
             .filter_map(|one| if let Told::Progress { percent } = one { Some(*percent) } else { None })
             .collect();
-        assert_eq!(percents, [25, 50, 75, 100]);
+        assert_eq!(percents, [50, 100, 3, 6, 9, 12, 41, 70, 100]);
     }
 
     #[test]
