@@ -199,6 +199,8 @@ pub struct Config {
     pub places: Places,
     /// Sandboxes.
     pub sandbox: SandboxConfig,
+    /// Where builds get packages; `None` is the tool's own choice.
+    pub mirror: Option<String>,
     /// How long records of what has ended are kept.
     pub retention: Duration,
     /// Where the edge listens.
@@ -240,6 +242,7 @@ const SETTINGS: &[Setting] = &[
     row("sandbox.start_timeout", "How long a start may take, its turn included.", || "180s".into()),
     row("sandbox.silence", "How long a guest may not answer before it counts as dead.", || "60s".into()),
     row("sandbox.stop_grace", "How long a guest gets to end its programs and flush.", || "3s".into()),
+    row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept.", || "30d".into()),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
@@ -421,6 +424,7 @@ impl Raw {
         };
         Ok(Config {
             sandbox,
+            mirror: self.get("images.mirror", mirror)?,
             retention: self.get("store.retention", |text| duration(text).and_then(positive))?,
             listen: self.get("edge.listen", |text| {
                 text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
@@ -458,6 +462,15 @@ fn nearest(key: &str) -> Option<String> {
 
 fn shorten(text: &str) -> String {
     text.chars().take(80).flat_map(char::escape_debug).collect()
+}
+
+fn mirror(text: &str) -> Result<Option<String>, String> {
+    let known = ["http://", "https://"].iter().any(|scheme| text.starts_with(scheme));
+    match text {
+        "" => Ok(None),
+        _ if known && text.chars().all(|c| c.is_ascii_graphic()) => Ok(Some(text.trim_end_matches('/').to_owned())),
+        _ => Err("expected the address of a mirror of Debian, http:// or https://".into()),
+    }
 }
 
 fn vmm(text: &str) -> Result<VmmChoice, String> {

@@ -360,7 +360,7 @@ apt-cache show --no-all-versions $(awk '{{ print $1 }}' packages) "$k" | awk '/^
         let hook = self.room.join("hook");
         command.arg(format!("--customize-hook=/bin/sh {} \"$1\"", hook.display()));
         command.arg(&recipe.suite).arg(self.room.join("root"));
-        command.args(&input.mirror);
+        command.args(input.mirror.iter().flat_map(|mirror| sources(mirror, &recipe.suite)));
         let mut progress = Progress::default();
         let (status, tail) = run(&mut command, |line| progress.line(line, teller))?;
         if status {
@@ -447,6 +447,17 @@ apt-cache show --no-all-versions $(awk '{{ print $1 }}' packages) "$k" | awk '/^
         }
         set_build_time(&image, epoch).map_err(at("set the time of the file system"))
     }
+}
+
+/// Lines of a list of sources: what a mirror has of a suite. By itself, mmdebstrap adds security and other updates only
+/// where it chooses the mirror.
+fn sources(mirror: &str, suite: &str) -> Vec<String> {
+    let mut lines = vec![format!("deb {mirror} {suite} main")];
+    if !matches!(suite, "sid" | "unstable" | "experimental") {
+        lines.push(format!("deb {mirror} {suite}-updates main"));
+        lines.push(format!("deb {mirror}-security {suite}-security main"));
+    }
+    lines
 }
 
 /// Inside the chroot, while the recipe is carried out.
@@ -863,6 +874,14 @@ mod tests {
         assert_eq!(lines, ["one", "two", "b", "three"]);
         assert_eq!(tail, lines);
         assert!(run(&mut Command::new("/nonexistent/program"), |_| {}).is_err());
+    }
+
+    #[test]
+    fn a_mirror_has_updates_beside_it() {
+        assert_eq!(sources("http://m/debian", "sid"), ["deb http://m/debian sid main"]);
+        let lines = sources("http://m/debian", "trixie");
+        assert_eq!(lines.len(), 3);
+        assert_eq!(lines[2], "deb http://m/debian-security trixie-security main");
     }
 
     #[test]

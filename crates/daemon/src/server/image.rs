@@ -87,7 +87,7 @@ async fn show(State(pepod): State<Pepod>, Path(which): Path<String>) -> Result<R
 
 /// Answers with events; the build ends with its caller.
 async fn build(State(pepod): State<Pepod>, Json(body): Json<BuildImage>) -> Result<Response, Problem> {
-    let order = Order::new(&body, None)?;
+    let order = Order::new(&body, pepod.config().mirror.clone())?;
     let (events, told) = mpsc::channel(EVENTS);
     let building = {
         let (pepod, events) = (pepod.clone(), events.clone());
