@@ -8,6 +8,7 @@ use std::path::Path;
 
 use pepo_api::{Check, SandboxId, Severity};
 use pepo_sandbox::cgroup::Hierarchies;
+use pepo_sandbox::chain;
 use pepo_sandbox::registry;
 use pepo_sandbox::vmm::{closure, probe};
 
@@ -247,15 +248,4 @@ pub fn virtualization() -> String {
         probe::Hardware::Usable => "hardware virtualization works here, and this release does not use it".into(),
         probe::Hardware::Unusable(why) => why,
     }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(deeper) = source {
-        text.push_str(": ");
-        text.push_str(&deeper.to_string());
-        source = deeper.source();
-    }
-    text
 }

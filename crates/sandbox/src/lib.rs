@@ -35,3 +35,15 @@ pub use host::Host;
 pub use id::{SandboxId, Slot, Tag, UidBlock};
 pub use pepo_proto as proto;
 pub use plan::{Plan, StatePath, Vmm};
+
+/// An error with all its sources in one line.
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(deeper) = source {
+        text.push_str(": ");
+        text.push_str(&deeper.to_string());
+        source = deeper.source();
+    }
+    text
+}

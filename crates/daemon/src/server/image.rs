@@ -4,9 +4,10 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use futures_util::StreamExt as _;
 use pepo_api::{BuildEvent, BuildImage, ErrorCode, RemovedImages, route};
+use pepo_sandbox::chain;
 use tokio::sync::mpsc;
 
-use super::{Json, Problem, Routes, chain, events};
+use super::{Json, Problem, Routes, events};
 use crate::Pepod;
 use crate::image::job::{BuildError, Order};
 use crate::image::{Error, Image, Images};

@@ -29,6 +29,7 @@ use axum::routing::{MethodFilter, on};
 use http::{HeaderValue, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use pepo_api::{AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, RequestId, Route};
+use pepo_sandbox::chain;
 use pepo_sandbox::guest;
 use pepo_sandbox::proto::FailureCode;
 use tokio::net::UnixListener;
@@ -208,17 +209,6 @@ fn guest_error(error: guest::Error, text: String) -> ApiError {
         FailureCode::Generation | FailureCode::Io => ErrorCode::GuestFailed,
     };
     ApiError::new(code, message)
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(deeper) = source {
-        text.push_str(": ");
-        text.push_str(&deeper.to_string());
-        source = deeper.source();
-    }
-    text
 }
 
 /// The two routers while they are filled.

@@ -18,7 +18,7 @@ use std::time::Duration;
 use jiff::Timestamp;
 use pepo_api::{Ended, Reason};
 use pepo_sandbox::proto::{Activate, Variable};
-use pepo_sandbox::{Active, Exit, Plan};
+use pepo_sandbox::{Active, Exit, Plan, chain};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
@@ -640,18 +640,6 @@ fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {
         _ => Vec::new(),
     };
     Cause { reason: Reason::SetupFailed, message: chain(error), console }
-}
-
-/// An error with all its sources in one line.
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(deeper) = source {
-        text.push_str(": ");
-        text.push_str(&deeper.to_string());
-        source = deeper.source();
-    }
-    text
 }
 
 /// How a Sandbox ended, in the words of a Session.

@@ -18,6 +18,7 @@ use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
 use super::{Refusal, Usage};
 use crate::cgroup::{self, Limits};
+use crate::chain;
 use crate::held::{KeeperRecord, Place};
 use crate::id::{SandboxId, file, process};
 use crate::keeper::{FIXED_FDS, Order, Said, connect};
@@ -106,17 +107,6 @@ impl Made {
 /// A step that failed.
 pub(super) fn failed(step: &str, error: impl std::error::Error) -> Refusal {
     Refusal::Step { step: step.to_owned(), reason: chain(&error) }
-}
-
-fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(reason) = source {
-        text.push_str(": ");
-        text.push_str(&reason.to_string());
-        source = reason.source();
-    }
-    text
 }
 
 impl Work {

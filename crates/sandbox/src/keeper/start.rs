@@ -17,6 +17,7 @@ use rustix::process::{Resource, Rlimit};
 use super::watch::{Kept, Program};
 use super::{Error, FIXED_FDS, Order, tried};
 use crate::cgroup;
+use crate::chain;
 use crate::host::wire;
 use crate::id::file;
 use crate::jail;
@@ -171,18 +172,6 @@ fn stream_pair() -> Result<(OwnedFd, OwnedFd), Error> {
 
 fn launch(step: &'static str, spec: &jail::Spec) -> Result<Child, Error> {
     jail::launch(Path::new(LAUNCHER), spec).map_err(|error| Error::new(step, io::Error::other(chain(&error))))
-}
-
-/// An error with all its reasons, in one line.
-pub(super) fn chain(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(reason) = source {
-        text.push_str(": ");
-        text.push_str(&reason.to_string());
-        source = reason.source();
-    }
-    text
 }
 
 /// Waits until the device listens for its VMM, and connects. The directory is the device's to change, so it is entered as
