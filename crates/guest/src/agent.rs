@@ -20,6 +20,7 @@ use pepo_proto::{
     Activate, Cause, Event, Exec, FailureCode, Frame, GENERATION, Hello, HelloReply, LEASE_SECONDS, MAX_STREAMS, OpId,
     OpSummary, Operation, Outcome, Request, Stats, URGENT_STREAMS, Variable,
 };
+use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
 use tokio::task::{spawn_blocking, spawn_local};
 use tokio::time::{interval, sleep, timeout};
@@ -63,6 +64,12 @@ pub const THREADS: usize = MAX_FILE_OPERATIONS + 16;
 /// How long Shutdown waits between the polite signal and the other one.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
 
+/// How long Activate waits for the rest of the boot.
+const SETTLE: Duration = Duration::from_secs(10);
+
+/// How long the answer to Shutdown may take to be read.
+const LAST_ANSWER: Duration = Duration::from_secs(1);
+
 /// Whether this program may act on the machine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Effects {
@@ -73,18 +80,20 @@ pub enum Effects {
 }
 
 /// How the agent is run.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Settings {
     /// What it may do.
     pub effects: Effects,
     /// How long a command outlives its last stream.
     pub lease: Duration,
+    /// Ends when the machine is ready for programs; Activate waits for it.
+    pub settled: Option<OwnedFd>,
 }
 
 impl Settings {
     /// Those of a release.
     pub fn new(effects: Effects) -> Self {
-        Settings { effects, lease: Duration::from_secs(LEASE_SECONDS) }
+        Settings { effects, lease: Duration::from_secs(LEASE_SECONDS), settled: None }
     }
 }
 
@@ -114,6 +123,7 @@ pub struct Agent {
     streams: Cell<usize>,
     file_operations: Cell<usize>,
     listening_ms: u64,
+    settled: RefCell<Option<Rc<AsyncFd<OwnedFd>>>>,
     over: Notify,
 }
 
@@ -141,7 +151,8 @@ pub fn run(listener: OwnedFd, settings: Settings) -> io::Result<()> {
     result
 }
 
-async fn serve(listener: OwnedFd, settings: Settings) -> io::Result<()> {
+async fn serve(listener: OwnedFd, mut settings: Settings) -> io::Result<()> {
+    let settled = settings.settled.take().map(|fd| sys::watch(fd, tokio::io::Interest::READABLE)).transpose()?;
     let in_guest = settings.effects == Effects::Pid1;
     let commands = Path::new(tree::COMMANDS);
     let null = rustix::fs::open(
@@ -168,6 +179,7 @@ async fn serve(listener: OwnedFd, settings: Settings) -> io::Result<()> {
         file_operations: Cell::new(0),
         listening_ms: uptime_ms(),
         over: Notify::new(),
+        settled: RefCell::new(settled.map(Rc::new)),
         settings,
     });
     let listener = sys::watch(listener, tokio::io::Interest::READABLE)?;
@@ -418,6 +430,7 @@ impl Agent {
             }
             operation => {
                 let remember = matches!(operation, Operation::Activate(_));
+                let is_last = matches!(operation, Operation::Shutdown);
                 let mut events = vec![];
                 let outcome = self.small(operation, &mut events).await;
                 if remember {
@@ -426,6 +439,15 @@ impl Agent {
                 let mut queued = stream.queue(Frame::Accepted);
                 for event in events {
                     queued = queued.and_then(|()| stream.queue(Frame::Event(event)));
+                }
+                if is_last {
+                    // The host reads the answer and closes; one that does not is not waited for.
+                    let _ = timeout(LAST_ANSWER, stream.end(outcome)).await;
+                    if self.is_guest() {
+                        crate::mount::power_off();
+                    }
+                    self.over.notify_one();
+                    return;
                 }
                 match queued {
                     Ok(()) => stream.end(outcome).await,
@@ -560,7 +582,10 @@ impl Agent {
     async fn small(self: &Rc<Self>, operation: Operation, events: &mut Vec<Event>) -> Outcome {
         let result = match operation {
             Operation::Hello(hello) => self.hello(hello).map(|reply| events.push(Event::Hello(reply))),
-            Operation::Activate(activate) => self.activate(activate),
+            Operation::Activate(activate) => {
+                self.settle().await;
+                self.activate(activate)
+            }
             Operation::Signal(signal) => match signal.signal {
                 1..=64 => self.op(signal.target).and_then(|op| op.signal(signal.signal, signal.tree)),
                 other => Err(failed(FailureCode::Invalid, format!("{other} is no signal"))),
@@ -611,6 +636,16 @@ impl Agent {
             boot_ms: self.listening_ms,
             activated: self.activation.borrow().is_some(),
         })
+    }
+
+    /// Waits until PID 1 has made the machine ready for programs. One that takes too long is not waited for: what is
+    /// missing then shows in the program that needs it.
+    async fn settle(&self) {
+        let settled = self.settled.borrow().clone();
+        if let Some(settled) = settled {
+            let _ = timeout(SETTLE, settled.readable()).await;
+            self.settled.borrow_mut().take();
+        }
     }
 
     fn activate(&self, activate: Activate) -> Result<(), Outcome> {
@@ -671,7 +706,7 @@ impl Agent {
         }
     }
 
-    /// Ends all programs. The power goes once the host has read the answer and closed, or after a second.
+    /// Ends all programs and lets go of what lasts. The power goes after the answer.
     async fn shutdown(self: &Rc<Self>) -> Result<(), Outcome> {
         if self.is_guest() {
             sys::kill_all(15);
@@ -685,18 +720,6 @@ impl Agent {
         } else {
             self.kill_all();
         }
-        let agent = self.clone();
-        spawn_local(async move {
-            let until = Instant::now() + Duration::from_secs(1);
-            // This stream counts itself until the host has closed it.
-            while Instant::now() < until && agent.streams.get() > 0 {
-                sleep(Duration::from_millis(5)).await;
-            }
-            if agent.is_guest() {
-                crate::mount::power_off();
-            }
-            agent.over.notify_one();
-        });
         Ok(())
     }
 }

@@ -218,17 +218,25 @@ impl Op {
         let Some((_, pidfd)) = self.running() else {
             return Err(failed(FailureCode::State, "the command does not run"));
         };
-        let shell = self.shell.get();
-        if (tree || shell.is_some())
-            && let Some(tree) = &*self.tree.borrow()
-        {
-            tree.signal(signal, shell);
-            if shell.is_none() || signal != libc::SIGINT {
-                return Ok(());
+        let send = |signal| {
+            sys::pidfd_signal(pidfd.as_fd(), signal).map_err(|error| failed(FailureCode::Io, error.to_string()))
+        };
+        match (&*self.tree.borrow(), self.shell.get()) {
+            // As Ctrl-C does: the shell gives up the rest of the line, too. Stopped meanwhile, or it could see its
+            // program's end before its own interrupt, and go on.
+            (Some(tree), Some(shell)) if signal == libc::SIGINT => {
+                send(libc::SIGSTOP)?;
+                tree.signal(signal, Some(shell));
+                let interrupted = send(signal);
+                send(libc::SIGCONT)?;
+                interrupted
             }
-            // As Ctrl-C does: the shell gives up the rest of the line, too.
+            (Some(all), shell) if tree || shell.is_some() => {
+                all.signal(signal, shell);
+                Ok(())
+            }
+            _ => send(signal),
         }
-        sys::pidfd_signal(pidfd.as_fd(), signal).map_err(|error| failed(FailureCode::Io, error.to_string()))
     }
 
     /// Sets its terminal's size.

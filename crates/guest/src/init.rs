@@ -11,7 +11,8 @@
 //!
 //! ```text
 //!   initramfs: mounts, modules -> /dev/vda, /dev/vdb -> overlay -> switch root -> fork --> agent (serves)
-//!                                                                            '-> reaps; agent gone: says so, restart
+//!                  the other modules, settings of the kernel, /dev (Activate waits for it) <-'
+//!                                                                                  '-> reaps; agent gone: says so, restart
 //! ```
 
 use std::fmt::Display;
@@ -35,6 +36,17 @@ use crate::sys::{self, Fork};
 /// How long a disk may take to appear (it is there at once, or the host is very busy).
 const DISKS: Duration = Duration::from_secs(15);
 
+/// Modules without which there is no root and no agent, on one kernel or another.
+const NEEDED: [&str; 7] = [
+    "virtio_mmio.ko",
+    "virtio_pci.ko",
+    "virtio_blk.ko",
+    "erofs.ko",
+    "ext4.ko",
+    "overlay.ko",
+    "vmw_vsock_virtio_transport.ko",
+];
+
 /// Streams not accepted yet that the kernel holds for the agent.
 const BACKLOG: i32 = 128;
 
@@ -52,21 +64,28 @@ pub fn is_guest() -> bool {
 /// Runs the guest. Returns only where even ending it failed.
 pub fn run() -> ExitCode {
     console_as_stdio();
-    let listener = match start() {
-        Ok(listener) => listener,
+    let (listener, later) = match start() {
+        Ok(started) => started,
         Err(error) => {
             say(format!("{BOOT_FAILED} {}", agent::explain(error.as_ref())));
             return end();
         }
     };
+    // The agent waits at Activate for the other end to close; without the pipe it waits for nothing.
+    let (settled, settling) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).ok().unzip();
     match sys::fork_single_threaded() {
         Ok(Fork::Child) => {
-            let error = agent::run(listener, Settings::new(Effects::Pid1));
+            drop((settling, later));
+            let mut settings = Settings::new(Effects::Pid1);
+            settings.settled = settled;
+            let error = agent::run(listener, settings);
             say(format!("pepo-guest: the agent ends: {error:?}"));
             ExitCode::FAILURE
         }
         Ok(Fork::Parent(child)) => {
-            drop(listener);
+            drop((listener, settled));
+            settle(later);
+            drop(settling);
             let how = reap_until(child);
             say(format!("{AGENT_DIED} {how}"));
             end()
@@ -115,19 +134,23 @@ fn note(text: impl Display) {
     let _ = fs::write("/dev/kmsg", format!("<6>pepo-guest: {text}"));
 }
 
-/// Everything up to the listening socket.
-fn start() -> Result<OwnedFd, Box<dyn std::error::Error>> {
+/// A module that is open and not loaded yet.
+struct Module {
+    name: String,
+    file: OwnedFd,
+}
+
+/// Everything up to the listening socket, and the modules that can wait.
+fn start() -> Result<(OwnedFd, Vec<Module>), Box<dyn std::error::Error>> {
     note("init");
-    for fault in modules() {
-        note(fault);
-    }
+    let later = modules();
     note("modules");
     disk("/dev/vda")?;
     disk("/dev/vdb")?;
     mount::root()?;
     mount::switch()?;
     note("root");
-    for fault in mount::furnish() {
+    for fault in mount::limit() {
         note(agent::explain(&fault));
     }
     // Whoever is killed for memory, it is neither of these two.
@@ -142,26 +165,41 @@ fn start() -> Result<OwnedFd, Box<dyn std::error::Error>> {
         note(format!("console level: {error}"));
     }
     say(READY);
-    Ok(listener)
+    Ok((listener, later))
 }
 
-/// Loads the modules of `/modules/order`. What cannot be loaded is told: if it mattered, a disk or socket is missing.
-fn modules() -> Vec<String> {
-    let mut faults = vec![];
+/// What programs need and the agent does not: done while the host greets the agent.
+fn settle(later: Vec<Module>) {
+    later.iter().for_each(load);
+    for fault in mount::furnish() {
+        note(agent::explain(&fault));
+    }
+    note("settled");
+}
+
+/// Loads the modules of `/modules/order` up to the last one that the agent needs, and opens the rest.
+fn modules() -> Vec<Module> {
     let order = fs::read_to_string("/modules/order").unwrap_or_default();
-    for name in order.lines().map(str::trim).filter(|name| !name.is_empty() && !name.contains('/')) {
-        let load = || -> io::Result<()> {
-            let file = rustix::fs::open(format!("/modules/{name}"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty())?;
-            match rustix::system::finit_module(&file, c"", 0) {
-                Err(error) if error != rustix::io::Errno::EXIST => Err(error.into()),
-                _ => Ok(()),
-            }
-        };
-        if let Err(error) = load() {
-            faults.push(format!("module {name}: {error}"));
+    let names = order.lines().map(str::trim).filter(|name| !name.is_empty() && !name.contains('/'));
+    let mut modules = vec![];
+    for name in names {
+        match rustix::fs::open(format!("/modules/{name}"), OFlags::RDONLY | OFlags::CLOEXEC, Mode::empty()) {
+            Ok(file) => modules.push(Module { name: name.to_owned(), file }),
+            Err(error) => note(format!("module {name}: {error}")),
         }
     }
-    faults
+    let needed = modules.iter().rposition(|module| NEEDED.contains(&module.name.as_str()));
+    let later = modules.split_off(needed.map_or(modules.len(), |last| last + 1));
+    modules.iter().for_each(load);
+    later
+}
+
+/// Loads a module. One that cannot be loaded is told: if it mattered, a disk or a socket is missing.
+fn load(module: &Module) {
+    match rustix::system::finit_module(&module.file, c"", 0) {
+        Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+        Err(error) => note(format!("module {}: {error}", module.name)),
+    }
 }
 
 /// Waits for a disk.

@@ -113,7 +113,7 @@ pub fn switch() -> Result<(), Error> {
     tried("enter the root", rustix::process::chdir("/"))
 }
 
-/// The parts of `/dev` and `/sys` that programs expect, limits and settings. What fails here is told and lived with.
+/// The parts of `/dev` that programs expect, and the kernel's settings. What fails here is told and lived with.
 pub fn furnish() -> Vec<Error> {
     let mut faults = vec![];
     let mut note = |result: Result<(), Error>| faults.extend(result.err());
@@ -156,9 +156,12 @@ pub fn furnish() -> Vec<Error> {
     if Path::new(switch).exists() {
         note(tried("setting unprivileged_userns_clone", fs::write(switch, "1")));
     }
-    note(groups());
-    note(limits());
     faults
+}
+
+/// The commands' control group and everybody's limits: before there is an agent. What fails here is told and lived with.
+pub fn limit() -> Vec<Error> {
+    [groups(), limits()].into_iter().filter_map(Result::err).collect()
 }
 
 /// The group of all commands, with room left for the agent.

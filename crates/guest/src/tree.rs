@@ -187,9 +187,12 @@ impl Tree {
         }
     }
 
-    /// Sends a signal to every process except `spared`.
+    /// Sends a signal to every process except `spared`, the youngest first: of a pipeline the reader, which would
+    /// otherwise end by itself once its writer is gone.
     pub fn signal(&self, signal: i32, spared: Option<i32>) {
-        for pid in self.pids() {
+        let mut pids = self.pids();
+        pids.sort_unstable_by(|a, b| b.cmp(a));
+        for pid in pids {
             if Some(pid) != spared {
                 // As above.
                 let _ = sys::kill(pid, signal);

@@ -135,7 +135,11 @@ fn streams_are_limited_and_some_are_kept_for_what_is_urgent() {
     exec.detached = true;
     let (op, mut talk) = guest.start_exec(exec);
     talk.started();
-    let held: Vec<Talk> = (0..MAX_STREAMS - URGENT_STREAMS).map(|_| guest.attach(op, None)).collect();
+    let mut held: Vec<Talk> = (0..MAX_STREAMS - URGENT_STREAMS).map(|_| guest.attach(op, None)).collect();
+    for talk in &mut held {
+        // Read, so that closing is seen at the other end of a stream device, too.
+        talk.until(|frame| matches!(frame, Frame::Accepted).then_some(()));
+    }
     wait_for("the streams to be counted", || {
         guest.exec(sh("true")).outcome != Outcome::Done && {
             matches!(guest.exec(sh("true")).outcome, Outcome::Failed(failure) if failure.code == FailureCode::Busy)
