@@ -13,6 +13,7 @@
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use sha2::{Digest as _, Sha256};
 
@@ -90,13 +91,16 @@ pub fn joined(state: &Path, modules: &Path, modules_digest: &str, agent: &Agent)
     let name = format!("{modules_digest}-{agent_digest}.cpio");
     let directory = state.join(DIRECTORY);
     let path = directory.join(&name);
+    // The first Sandboxes of an Image ask for it at once: one makes it, the others wait for that.
+    static MAKING: Mutex<()> = Mutex::new(());
+    let making = MAKING.lock().unwrap_or_else(PoisonError::into_inner);
     if !path.exists() {
         match fs::create_dir(&directory) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
             _ => {}
         }
         let modules = fs::read(modules)?;
-        // Renamed into place: two at once write the same bytes, and nobody sees a part.
+        // Renamed into place: nobody sees a part.
         let part = Part(directory.join(format!(".{name}.{}", std::process::id())));
         let mut file = File::create(&part.0)?;
         file.write_all(&modules)?;
@@ -105,6 +109,7 @@ pub fn joined(state: &Path, modules: &Path, modules_digest: &str, agent: &Agent)
         fs::rename(&part.0, &path)?;
         forget_others(&directory, &modules_digest, &name);
     }
+    drop(making);
     Ok(format!("{DIRECTORY}/{name}"))
 }
 
@@ -183,6 +188,24 @@ mod tests {
 
     fn module(name: &str, bytes: &[u8]) -> Module {
         Module { name: name.to_owned(), bytes: bytes.to_vec() }
+    }
+
+    #[test]
+    fn many_that_ask_at_once_get_one_whole_file() {
+        let state = tempfile::tempdir().expect("directory");
+        let modules = state.path().join("modules.cpio");
+        fs::write(&modules, vec![7; 3 << 20]).expect("write");
+        let agent = Agent { archive: vec![9; 1 << 20], digest: "ab".repeat(32) };
+        std::thread::scope(|scope| {
+            for _ in 0..16 {
+                scope.spawn(|| {
+                    let path = joined(state.path(), &modules, &"cd".repeat(32), &agent).expect("joined");
+                    assert_eq!(fs::metadata(state.path().join(path)).expect("there").len(), 4 << 20);
+                });
+            }
+        });
+        let left: Vec<_> = fs::read_dir(state.path().join(DIRECTORY)).expect("list").collect();
+        assert_eq!(left.len(), 1, "{left:?}");
     }
 
     #[test]
