@@ -29,6 +29,7 @@ pub mod job;
 pub mod kernel;
 pub mod manifest;
 pub mod recipe;
+mod tree;
 
 use initramfs::Agent;
 use manifest::Manifest;
