@@ -61,6 +61,10 @@ impl Input {
     /// Takes bytes that start at `offset`.
     pub fn offer(&self, offset: u64, mut bytes: Bytes) -> Offer {
         let next = self.next.get();
+        // What was under way when the program stopped taking any is nobody's, wherever it begins.
+        if !self.open.get() {
+            return Offer::Taken;
+        }
         if offset > next {
             return Offer::Hole;
         }
@@ -76,7 +80,7 @@ impl Input {
 
     /// Nothing follows after `offset`.
     pub fn end(&self, offset: u64) -> Offer {
-        if offset > self.next.get() {
+        if self.open.get() && offset > self.next.get() {
             return Offer::Hole;
         }
         self.finishing.set(true);
@@ -143,5 +147,24 @@ async fn end_of_file(sink: &AsyncFd<Arc<OwnedFd>>) {
             // A terminal too full to take it has a program that does not read: nothing to end.
             let _ = ready.try_io(|sink| Ok(rustix::io::write(sink.get_ref(), &byte)?));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hole_is_refused_only_while_somebody_takes_input() {
+        let input = Input::new(true);
+        assert_eq!(input.offer(0, Bytes::from_static(b"abc")), Offer::Taken);
+        assert_eq!(input.offer(7, Bytes::from_static(b"h")), Offer::Hole);
+        assert_eq!(input.position(), (3, true));
+        input.close();
+        // Two pieces were under way when the program ended: neither is a fault of the sender's.
+        assert_eq!(input.offer(3, Bytes::from_static(b"def")), Offer::Taken);
+        assert_eq!(input.offer(6, Bytes::from_static(b"ghi")), Offer::Taken);
+        assert_eq!(input.end(9), Offer::Taken);
+        assert_eq!(input.position(), (3, false));
     }
 }
