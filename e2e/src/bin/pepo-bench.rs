@@ -128,12 +128,12 @@ impl Guest {
         };
         let jails = instance.home().join("state/jail");
         let jail =
-            fs::read_dir(&jails).expect("jails").flatten().find(|entry| entry.path().join("vsock/v.sock").exists());
+            fs::read_dir(&jails).expect("jails").flatten().find(|entry| entry.path().join("vsock/stream.sock").exists());
         Guest {
             vmm: one("qemu-system-x86"),
             device: one("vhost-device-vs"),
             keeper: one("pepo-keeper"),
-            socket: jail.expect("the Sandbox's directory").path().join("vsock/v.sock"),
+            socket: jail.expect("the Sandbox's directory").path().join("vsock/stream.sock"),
         }
     }
 
