@@ -329,6 +329,7 @@ impl Agent {
     fn forget_old(&self) {
         let ops = self.ops.borrow();
         for op in ops.values() {
+            op.tidy();
             if op.ended_at().is_some_and(|at| at.elapsed() > KEEP)
                 && let Ok(mut ring) = op.ring.try_borrow_mut()
             {

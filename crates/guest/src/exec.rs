@@ -188,6 +188,14 @@ impl Op {
         self.wake.notify_one();
     }
 
+    /// Lets go of the processes it left behind, once there are none any more.
+    pub fn tidy(&self) {
+        let gone = self.ended_at().is_some() && self.tree.borrow().as_ref().is_some_and(|tree| !tree.is_populated());
+        if gone {
+            self.tree.borrow_mut().take();
+        }
+    }
+
     /// Kills what it has of processes, at once, without waiting for its task.
     pub fn kill_now(&self) {
         if let Some(tree) = &*self.tree.borrow() {

@@ -150,3 +150,53 @@ fn streams_are_limited_and_some_are_kept_for_what_is_urgent() {
     wait_for("room again", || matches!(guest.exec(sh("true")).outcome, Outcome::Process(_)));
     assert_eq!(guest.cancel(op), Outcome::Done);
 }
+
+#[test]
+fn extreme_numbers_are_numbers() {
+    let guest = Guest::start();
+    let mut exec = sh("echo out");
+    exec.timeout_ms = u64::MAX;
+    let (op, talk) = guest.start_exec(exec);
+    assert_eq!(talk.finish().text(), "out\n");
+    let talked = guest.attach(op, Some(u64::MAX)).finish();
+    assert_eq!((talked.failure(), talked.out.len()), (FailureCode::Invalid, 0));
+    let read = Read { path: "/etc/passwd".into(), offset: u64::MAX, length: Some(u64::MAX), user: None };
+    assert!(matches!(guest.ask(Operation::Read(read)).outcome, Outcome::Failed(_)));
+    let mut exec = program(&["cat"]);
+    exec.stdin = true;
+    for offset in [1, u64::MAX - 3] {
+        let (op, mut talk) = guest.start_exec(exec.clone());
+        talk.input(offset, b"x");
+        assert_eq!(talk.finish().failure(), FailureCode::Invalid);
+        assert_eq!(guest.cancel(op), Outcome::Done);
+    }
+    let mut exec = sh("echo x");
+    exec.pty = Some(PtySize { cols: 1001, rows: 1 });
+    assert_eq!(guest.exec(exec).failure(), FailureCode::Invalid);
+}
+
+#[test]
+fn a_stream_that_asks_for_nothing_is_dropped() {
+    let guest = Guest::start();
+    let mut silent = guest.connect();
+    let begun = std::time::Instant::now();
+    assert!(silent.receive().is_none());
+    assert!(begun.elapsed() >= std::time::Duration::from_secs(9));
+}
+
+#[test]
+fn a_stream_that_was_left_does_not_hold_its_program_back() {
+    let guest = Guest::start();
+    let (op, mut stuck) = guest.start_exec(sh("head -c 60000000 /dev/zero"));
+    stuck.started();
+    let reader = guest.attach(op, Some(0));
+    assert_eq!(guest.ask(Operation::Leave(Leave { stream: op })).outcome, Outcome::Done);
+    let talked = reader.finish();
+    assert_eq!((talked.next, talked.process().code), (60_000_000, Some(0)));
+    // What was on its way is still read, and then there is an end without an End.
+    let mut last = None;
+    while let Some(frame) = stuck.receive() {
+        last = Some(frame);
+    }
+    assert!(!matches!(last, Some(Frame::End(_))));
+}
