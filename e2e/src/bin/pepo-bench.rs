@@ -127,8 +127,10 @@ impl Guest {
             pids[0]
         };
         let jails = instance.home().join("state/jail");
-        let jail =
-            fs::read_dir(&jails).expect("jails").flatten().find(|entry| entry.path().join("vsock/stream.sock").exists());
+        let jail = fs::read_dir(&jails)
+            .expect("jails")
+            .flatten()
+            .find(|entry| entry.path().join("vsock/stream.sock").exists());
         Guest {
             vmm: one("qemu-system-x86"),
             device: one("vhost-device-vs"),
