@@ -9,8 +9,9 @@
 //!   agent <--"S", "E code", directory-- fd 201 of bash (closed for the command itself)
 //!   agent <--FIFO-- stdout, stderr;  agent --FIFO--> stdin        per command
 //!
-//!   command over its time or cancelled: no new process may start, those there are interrupted and killed, the shell is
-//!   interrupted; what has not let go within 2 s loses the shell. A shell that ends: ShellLost, the next one is fresh
+//!   command over its time or cancelled: the shell is stopped, its processes are interrupted and killed, the shell is
+//!   interrupted and goes on; again and again. What has not let go within 2 s loses the shell.
+//!   A shell that ends: ShellLost, the next one is fresh
 //! ```
 
 use std::cell::Cell;
@@ -50,7 +51,7 @@ const MAX_WAITING: usize = 64;
 const LET_GO: Duration = Duration::from_secs(2);
 
 /// How often it is interrupted meanwhile.
-const AGAIN: Duration = Duration::from_millis(100);
+const AGAIN: Duration = Duration::from_millis(50);
 
 /// How long a new shell may take to say that it is there.
 const START: Duration = Duration::from_secs(60);
@@ -87,7 +88,13 @@ impl Drop for Bash {
     fn drop(&mut self) {
         // Gone already, or not wanted any more.
         let _ = sys::pidfd_signal(self.pidfd.as_fd(), libc::SIGKILL);
-        let _ = waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED);
+        for _ in 0..50 {
+            // Bounded: one that the kernel cannot end yet stays a zombie, and nobody else waits for it.
+            match waitid(WaitId::PidFd(self.pidfd.as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG) {
+                Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+                _ => break,
+            }
+        }
         let _ = fs::remove_dir_all(&self.directory);
     }
 }
@@ -449,7 +456,6 @@ async fn run(
         match (killed, op.asked()) {
             (None, Some(cause)) => {
                 killed = Some((cause, Instant::now()));
-                tree.forbid_forks(true);
                 again.reset_immediately();
             }
             (Some((_, since)), _) if since.elapsed() > LET_GO => break None,
@@ -459,13 +465,15 @@ async fn run(
     drop((held, fifos));
     let kills = tree.memory_kills();
     if ended.is_some() {
-        tree.forbid_forks(false);
         // Between commands it is nobody's: a later kill of this command must not reach it.
         bash.home.adopt(bash.pid).map_err(trouble)?;
+        if killed.is_some() {
+            // What was just being started when the shell let go.
+            tree.kill();
+        }
     } else {
         bash.signal(libc::SIGKILL);
         tree.kill();
-        tree.forbid_forks(false);
     }
     collector.drain(op).await;
     if let Some(feeder) = feeder {

@@ -200,14 +200,6 @@ impl Tree {
         }
     }
 
-    /// Forbids or allows new processes. Without groups: does nothing.
-    pub fn forbid_forks(&self, forbid: bool) {
-        if let Some(Kind::Group(group)) = self.kind() {
-            // Only makes a kill surer: without it the loop of kills still ends.
-            let _ = group.write("pids.max", if forbid { "0" } else { "max" });
-        }
-    }
-
     /// How many processes the kernel killed for memory.
     pub fn memory_kills(&self) -> u64 {
         match self.kind() {
