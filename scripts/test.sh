@@ -32,6 +32,16 @@ fi
 skip=()
 [ -n "$microvm" ] || skip=(--exclude pepo-e2e --exclude pepo-hostile)
 
+# What tests of an interrupted run left.
+for home in /var/lib/pepo-e2e/*; do
+  [ -d "$home" ] || continue
+  note "removing $home of an interrupted run"
+  PEPO_HOME=$home as_root "$stage/pepo" down >/dev/null 2>&1 || true
+  PEPO_HOME=$home as_root "$stage/pepo" sweep >/dev/null 2>&1 || true
+  as_root umount "$home/state" 2>/dev/null || true
+  as_root rm -rf --one-file-system -- "$home"
+done
+
 step "Tests"
 code=0
 run() { "${nextest[@]}" run --locked --workspace "${skip[@]}" --features pepo-daemon/fake --profile ci "$@"; }
@@ -45,7 +55,9 @@ fi
 step "Nothing is left on the host"
 left=$({
   ls -d /var/lib/pepo-e2e/* 2>/dev/null || true
-  pgrep -fa "^(pepo-keeper|pepo-host|pepod|pepo-edge|$stage)" || true
+  for exe in /proc/[0-9]*/exe; do
+    case $(readlink "$exe" 2>/dev/null) in "$stage"/*) pid=${exe#/proc/}; ps -o pid=,user=,args= -p "${pid%/exe}" || true ;; esac
+  done
 } | head -n 20)
 [ -z "$left" ] || { printf '%s\n' "$left" | sed 's/^/      /'; [ "$code" != 0 ] || code=1; }
 [ "$code" = 0 ] || fail "the tests failed"

@@ -153,13 +153,14 @@ async fn a_slow_reader_holds_the_program_back_and_cancel_passes() {
 async fn output_is_replayed_from_any_offset() {
     let agent = Agent::start().await;
     let name = op();
-    let run = Run::of(agent.exec(name, sh("seq 1 50000; seq 1 50000 >&2")).await).await.unwrap();
-    let all = [run.out.clone(), run.err.clone()].concat();
+    // One output: which of two comes first at their border is the reader's luck.
+    let run = Run::of(agent.exec(name, sh("seq 1 100000")).await).await.unwrap();
+    let all = run.out.clone();
     let again = Run::of(agent.guest.attach(attach(name, 0)).await.unwrap()).await.unwrap();
     assert_eq!(again, run);
-    for from in [1, 70_000, run.out.len() as u64, all.len() as u64] {
+    for from in [1, 70_000, all.len() as u64 / 2, all.len() as u64] {
         let part = Run::of(agent.guest.attach(attach(name, from)).await.unwrap()).await.unwrap();
-        assert!([part.out, part.err].concat() == all[from as usize..], "from {from}");
+        assert!(part.out == all[from as usize..], "from {from}");
         assert_eq!(part.end, run.end);
     }
     let beyond = agent.guest.attach(attach(name, all.len() as u64 + 1)).await.unwrap();
