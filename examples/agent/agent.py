@@ -112,7 +112,9 @@ def _():
 @step("install a package with pip")
 def _():
     built = wheel(WORK)
-    run("pip", "install", "-q", "--no-index", "--no-deps", "--no-compile", "--disable-pip-version-check", str(built))
+    # Nothing is fetched, so no certificates are loaded: in software emulation that alone takes most of a second.
+    local = ("--no-index", "--no-deps", "--no-compile", "--no-cache-dir", "--disable-pip-version-check")
+    run("pip", "install", "-q", *local, "--use-deprecated=legacy-certs", str(built))
     importlib.invalidate_caches()
     return "melon: the rind is " + importlib.import_module("melon").rind()
 
@@ -206,7 +208,7 @@ def _():
 @step("call the host over vsock")
 def _():
     with socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM) as stream:
-        stream.settimeout(0.5)
+        stream.settimeout(0.2)
         try:
             stream.connect((socket.VMADDR_CID_HOST, 1024))
         except OSError as error:
