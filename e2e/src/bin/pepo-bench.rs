@@ -17,6 +17,8 @@ use pepo_e2e::{Instance, bin, until};
 const ROUNDS: usize = 5;
 const AGENT_PORT: u32 = 1024;
 const RAW_PORT: u32 = 7001;
+/// What the guest agent prints on its console when it listens.
+const READY: &[u8] = b"pepo-guest: ready";
 const MIB: usize = 1 << 20;
 const BULK: usize = 256 * MIB;
 const FILES: usize = 5000;
@@ -117,6 +119,8 @@ struct Guest {
     device: i32,
     keeper: i32,
     socket: PathBuf,
+    /// The Image's root file system.
+    image: PathBuf,
 }
 
 impl Guest {
@@ -131,7 +135,13 @@ impl Guest {
             .expect("jails")
             .flatten()
             .find(|entry| entry.path().join("vsock/stream.sock").exists());
+        let image = fs::read_dir(instance.home().join("state/images"))
+            .expect("Images")
+            .flatten()
+            .map(|entry| entry.path().join("rootfs.erofs"))
+            .find(|path| path.exists());
         Guest {
+            image: image.expect("an Image"),
             vmm: one("qemu-system-x86"),
             device: one("vhost-device-vs"),
             keeper: one("pepo-keeper"),
@@ -141,7 +151,10 @@ impl Guest {
 
     /// A raw stream to the server in the guest.
     fn raw(&self, line: &str) -> UnixStream {
-        let mut stream = connect(&self.socket, RAW_PORT).expect("the server in the guest answers");
+        // The device gives a call up now and then while the guest is busy with the one before; a second one is taken.
+        let mut stream = until("the server in the guest answers", Duration::from_secs(60), || {
+            connect(&self.socket, RAW_PORT)
+        });
         writeln!(stream, "{line}").expect("write");
         stream
     }
@@ -220,26 +233,15 @@ impl ByHand {
             fs::copy(inside(path), &to).unwrap_or_else(|error| panic!("{path}: {error}"));
             to.display().to_string()
         };
-        let descriptor = |number: &str| {
-            fs::read_link(format!("/proc/{}/fd/{number}", guest.vmm)).expect("a descriptor").display().to_string()
-        };
         let scratch = folder.path().join("scratch");
         let mut arguments = vec![];
         let mut rest = given.into_iter().skip(1).filter(|arg| !arg.is_empty());
-        // Descriptor sets by their number: which file they are.
-        let mut sets: Vec<(String, String)> = vec![];
         while let Some(option) = rest.next() {
             let flag =
                 matches!(option.as_str(), "-nodefaults" | "-no-user-config" | "-no-reboot" | "-nographic" | "-S");
             let value = if flag { String::new() } else { rest.next().expect("a value") };
             match option.as_str() {
-                "-add-fd" => {
-                    let part =
-                        |name: &str| value.split(',').find_map(|p| p.strip_prefix(name)).expect("a part").to_owned();
-                    sets.push((part("set="), descriptor(&part("fd="))));
-                    continue;
-                }
-                "-L" => continue,
+                "-add-fd" | "-L" => {}
                 "-kernel" => arguments.extend([option, kept(&value, "kernel")]),
                 "-initrd" => arguments.extend([option, kept(&value, "initrd")]),
                 "-chardev" if value.contains("id=vsock") => {
@@ -247,6 +249,19 @@ impl ByHand {
                         option,
                         format!("socket,id=vsock,path={}", folder.path().join("vhost.sock").display()),
                     ]);
+                }
+                "-chardev" if value.contains("id=console") => {
+                    let path = folder.path().join("console");
+                    arguments.extend([option, format!("file,id=console,path={}", path.display())]);
+                }
+                // The disks are descriptors there; here they are files, told apart by the names of their nodes.
+                "-blockdev" if value.contains("/dev/fdset/") => {
+                    let file = if value.contains("node-name=scratch") { &scratch } else { &guest.image };
+                    let parts = value.split(',').map(|part| match part.strip_prefix("filename=") {
+                        Some(_) => format!("filename={}", file.display()),
+                        None => part.to_owned(),
+                    });
+                    arguments.extend([option, parts.collect::<Vec<_>>().join(",")]);
                 }
                 "-chardev" => {
                     let id = value.split(',').find_map(|part| part.strip_prefix("id=")).expect("an id").to_owned();
@@ -260,13 +275,6 @@ impl ByHand {
                 }
             }
         }
-        for argument in &mut arguments {
-            for (set, path) in &sets {
-                let writable = path.contains("scratch") || path.contains("(deleted)") || !path.contains("erofs");
-                let file = if writable { scratch.display().to_string() } else { path.clone() };
-                *argument = argument.replace(&format!("/dev/fdset/{set}"), &file);
-            }
-        }
         ByHand { arguments, scratch, folder }
     }
 
@@ -274,8 +282,8 @@ impl ByHand {
     fn boot(&self) -> Duration {
         let began = Instant::now();
         let path = |name: &str| self.folder.path().join(name);
-        for socket in ["vhost.sock", "v.sock"] {
-            let _ = fs::remove_file(path(socket));
+        for stale in ["vhost.sock", "v.sock", "console"] {
+            let _ = fs::remove_file(path(stale));
         }
         let _ = fs::remove_file(&self.scratch);
         fs::File::create(&self.scratch).and_then(|file| file.set_len(2 << 30)).expect("scratch");
@@ -300,25 +308,19 @@ impl ByHand {
             .spawn()
             .expect("qemu");
         let mut vmm = Killed(vmm);
-        // A call that comes before the guest listens is not refused but lost, so a new one is made every few milliseconds.
-        let (told, hears) = std::sync::mpsc::channel();
-        let answered = loop {
-            let (told, socket) = (told.clone(), path("v.sock"));
-            std::thread::spawn(move || {
-                if connect(&socket, AGENT_PORT).is_some() {
-                    let _ = told.send(Instant::now());
-                }
-            });
-            if let Ok(at) = hears.recv_timeout(Duration::from_millis(20)) {
-                break at;
-            }
+        // A call before the guest listens can make the device mute: the guest says on its console when it does.
+        let ready = || fs::read(path("console")).is_ok_and(|text| text.windows(READY.len()).any(|part| part == READY));
+        while !ready() {
             if let Ok(Some(status)) = vmm.0.try_wait() {
                 let mut text = String::new();
                 let _ = vmm.0.stderr.take().expect("piped").read_to_string(&mut text);
                 panic!("the VMM by hand ended with {status}: {text}\n{:?}", self.arguments);
             }
             assert!(began.elapsed() < Duration::from_secs(120), "the guest by hand never answered");
-        };
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        connect(&path("v.sock"), AGENT_PORT).expect("the agent's stream");
+        let answered = Instant::now();
         drop((vmm, device));
         answered - began
     }
@@ -475,7 +477,11 @@ fn copy(instance: &Instance, session: &str, guest: &Guest) -> Vec<Row> {
                 .spawn()
                 .expect("tar");
             let mut into = tar.stdin.take().expect("piped");
-            std::io::copy(&mut stream, &mut into).expect("copy");
+            // tar ends at the archive's end mark and leaves the padding after it in the pipe.
+            match std::io::copy(&mut stream, &mut into) {
+                Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => {}
+                copied => drop(copied.expect("copy")),
+            }
             drop(into);
             assert!(tar.wait().expect("tar").success());
             raw_out.push(amount / began.elapsed().as_secs_f64());
