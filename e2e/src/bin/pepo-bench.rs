@@ -152,9 +152,8 @@ impl Guest {
     /// A raw stream to the server in the guest.
     fn raw(&self, line: &str) -> UnixStream {
         // The device gives a call up now and then while the guest is busy with the one before; a second one is taken.
-        let mut stream = until("the server in the guest answers", Duration::from_secs(60), || {
-            connect(&self.socket, RAW_PORT)
-        });
+        let mut stream =
+            until("the server in the guest answers", Duration::from_secs(60), || connect(&self.socket, RAW_PORT));
         writeln!(stream, "{line}").expect("write");
         stream
     }
