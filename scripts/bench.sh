@@ -14,7 +14,9 @@ step "The Image"
 ok
 step "Figures"
 export PEPO_E2E=1 PEPO_E2E_BIN=$stage_release PEPO_E2E_IMAGES=$dev_home/state/images
-as_root "$target/release/pepo-bench" "$@"
+code=0
+as_root "$target/release/pepo-bench" "$@" || code=$?
 printf '      lock file: %s packages\n' "$(grep -c '^\[\[package\]\]' Cargo.lock)"
 printf '      guest agent: %s bytes\n' "$(stat -c %s "$stage_release/pepo-guest")"
 "$top/scripts/check.sh" --quick | grep 'of at most' || true
+[ "$code" = 0 ] || fail "a goal was missed"

@@ -9,7 +9,7 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
 use pepo_e2e::{Instance, bin, until};
@@ -56,8 +56,10 @@ enum Goal {
     AtLeast(f64),
 }
 
-fn main() {
+/// Fails when a goal is missed.
+fn main() -> ExitCode {
     let only = std::env::args().nth(1).unwrap_or_default();
+    assert!(["", "boot", "exec", "stdout", "cp"].contains(&only.as_str()), "figures are boot, exec, stdout, cp");
     let wanted = |name: &str| only.is_empty() || only == name;
     let instance = Instance::new();
     let up = instance.up();
@@ -91,6 +93,7 @@ fn main() {
     instance.end();
 
     println!("\n| what | ours | by hand | ratio | goal |\n|---|---|---|---|---|");
+    let mut code = ExitCode::SUCCESS;
     for row in rows {
         let (ratio, goal, met) = match row.goal {
             // Times: less is better. Rates: more is.
@@ -98,6 +101,9 @@ fn main() {
             Goal::AtLeast(goal) => (row.ours / row.reference, format!(">= {goal}"), row.ours / row.reference >= goal),
         };
         let mark = if met { "met" } else { "missed" };
+        if !met {
+            code = ExitCode::FAILURE;
+        }
         println!(
             "| {} | {:.2} {unit} | {:.2} {unit} | {ratio:.2} | {goal} {mark} |",
             row.what,
@@ -106,6 +112,7 @@ fn main() {
             unit = row.unit
         );
     }
+    code
 }
 
 fn median(mut times: Vec<f64>) -> f64 {
