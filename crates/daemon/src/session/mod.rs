@@ -9,6 +9,7 @@
 //!    └──serving──► Session ◄───────────────┘         exec, files and dial go straight to the guest
 //! ```
 
+mod activation;
 mod activity;
 mod command;
 mod driver;

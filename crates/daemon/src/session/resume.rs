@@ -8,7 +8,7 @@ use pepo_sandbox::host::FoundState;
 
 use super::driver::{self, Start};
 use super::state::{Cause, State, Tenure};
-use super::{Published, Session, Sessions, engine_id};
+use super::{Published, Session, Sessions, activation, engine_id};
 use crate::store::{self, SandboxRow, SessionRow, Write};
 
 /// How long the publication of an adopted guest may take.
@@ -104,7 +104,7 @@ impl Sessions {
             }
             None => {
                 let cause = match state {
-                    Some(_) => driver::cause_of(&pepo_sandbox::activate::gone(&self.0.host, id).await),
+                    Some(_) => activation::cause_of(&pepo_sandbox::activate::gone(&self.0.host, id).await),
                     None if same_boot => {
                         Cause::told(Reason::KilledOutside, "nothing of it was left when pepod came back")
                     }

@@ -1,0 +1,124 @@
+//! One activation of a Session: a Sandbox is made for it, claimed, and becomes the Session's.
+//!
+//! Called by the driver, once per activation, on a task of its own. Promises that what fails or is cancelled has given
+//! everything back, and that the claim is on the disk before the guest may run anything of the Session.
+
+use jiff::Timestamp;
+use pepo_api::Reason;
+use pepo_sandbox::proto::{Activate, Variable};
+use pepo_sandbox::{Active, Exit, Plan, chain};
+use tokio_util::sync::CancellationToken;
+
+use super::state::{Cause, Tenure};
+use super::{Files, Session, Sessions};
+use crate::store::{SandboxRow, Write};
+
+/// Fresh bytes for a guest's random generator.
+const ENTROPY: usize = 256;
+
+/// Makes a Sandbox and gives it to the Session. What fails gives everything back.
+pub(super) async fn make(
+    sessions: Sessions,
+    session: Session,
+    files: Files,
+    tenure: Tenure,
+    cancel: CancellationToken,
+) -> Result<Active, Cause> {
+    let Some(id) = super::engine_id(tenure.sandbox) else {
+        return Err(Cause::told(Reason::SetupFailed, "an id that is none"));
+    };
+    let within = sessions.0.config.start_timeout;
+    let late = cancel.clone();
+    let timer = tokio::spawn(async move {
+        tokio::time::sleep(within).await;
+        late.cancel();
+    });
+    let begun = tokio::time::Instant::now();
+    let made = attempt(&sessions, &session, files, tenure, id, &cancel).await;
+    timer.abort();
+    match made {
+        Ok(active) => Ok(active),
+        Err(mut cause) => {
+            if begun.elapsed() >= within {
+                cause.message = format!("it did not start within {} s: {}", within.as_secs(), cause.message);
+            }
+            sessions.bury(id).await;
+            Err(cause)
+        }
+    }
+}
+
+async fn attempt(
+    sessions: &Sessions,
+    session: &Session,
+    files: Files,
+    tenure: Tenure,
+    id: pepo_sandbox::SandboxId,
+    cancel: &CancellationToken,
+) -> Result<Active, Cause> {
+    let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
+    let inner = &sessions.0;
+    // Recorded before the first thing is taken.
+    let row = SandboxRow { id: tenure.sandbox, session: session.id(), activation: tenure.activation, claimed: false };
+    inner.store.write(Write::NewSandbox(row)).await.map_err(|error| failed(&error))?;
+    let turn = tokio::select! {
+        biased;
+        () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
+        turn = inner.capacity.turn() => turn,
+    };
+    let spec = session.now().spec;
+    let plan = Plan {
+        id,
+        vmm: inner.vmm,
+        kernel: files.kernel,
+        initramfs: files.initramfs,
+        root: files.root,
+        memory_mib: spec.memory_mib,
+        cpus: spec.cpus,
+        disk_mib: spec.disk_mib,
+    };
+    let warm = pepo_sandbox::boot(&inner.host, plan, cancel).await.map_err(|error| boot_cause(&error))?;
+    tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
+    drop(turn);
+    // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
+    if let Err(error) = inner.store.write(Write::Claim(tenure.sandbox)).await {
+        let cause = failed(&error);
+        if let Err(error) = warm.release().await {
+            tracing::error!(sandbox = %id, %error, "not everything was given back");
+        }
+        return Err(cause);
+    }
+    let mut entropy = vec![0; ENTROPY];
+    rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| failed(&std::io::Error::from(error)))?;
+    let activate = Activate {
+        hostname: session.id().hex(),
+        env: spec.env.iter().map(|(name, value)| Variable { name: name.clone(), value: value.clone() }).collect(),
+        clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
+        entropy,
+    };
+    warm.activate(activate, cancel).await.map_err(|error| boot_cause(&error))
+}
+
+fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {
+    let console = match error {
+        pepo_sandbox::boot::Error::Ended { detail, .. } => detail.console.clone(),
+        pepo_sandbox::boot::Error::Silent { console, .. } => console.clone(),
+        _ => Vec::new(),
+    };
+    Cause { reason: Reason::SetupFailed, message: chain(error), console }
+}
+
+/// How a Sandbox ended, in the words of a Session.
+pub(super) fn cause_of(exit: &Exit) -> Cause {
+    use pepo_sandbox::Cause as Engine;
+    let reason = match exit.cause {
+        Engine::OutOfMemory => Reason::OutOfMemory,
+        Engine::GuestPanic => Reason::GuestPanic,
+        Engine::GuestInitDied => Reason::GuestInitDied,
+        Engine::GuestOff | Engine::VmmExit => Reason::VmmExit,
+        Engine::KilledOutside => Reason::KilledOutside,
+        Engine::Stopped | Engine::Unknown => Reason::Unknown,
+    };
+    Cause { reason, message: exit.detail.clone(), console: exit.console.clone() }
+}
