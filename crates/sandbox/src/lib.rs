@@ -21,6 +21,7 @@ pub mod host;
 pub mod id;
 pub mod jail;
 pub mod keeper;
+pub mod net;
 pub mod plan;
 pub mod proc;
 pub mod registry;
