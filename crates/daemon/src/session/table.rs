@@ -1,0 +1,322 @@
+//! The table of Sessions that have not ended: making, finding and counting them, and what a Sandbox still owes.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use pepo_api::{AppId, Ended, ImageId, Reason, SandboxId, SessionId};
+use pepo_sandbox::{Host, Vmm};
+use tokio::sync::{mpsc, watch};
+
+use super::handle::{ASKS, Ask, Shared};
+use super::state::{Cause, State};
+use super::{Commands, Error, FindImage, Published, Session, Shelf, Spec, activity, driver, engine_id, sandbox_id};
+use crate::capacity::Capacity;
+use crate::config::SandboxConfig;
+use crate::store::{self, SessionRow, Store, Write};
+
+/// What a new Session needs to be made.
+#[derive(Debug)]
+pub struct NewSession {
+    /// Whose it will be.
+    pub app: AppId,
+    /// What it shall be; the Image's id is filled in.
+    pub spec: Spec,
+    /// Its latest end.
+    pub expires_at: Option<jiff::Timestamp>,
+}
+
+/// All Sessions that have not ended.
+#[derive(Clone)]
+pub struct Sessions(pub(super) Arc<Inner>);
+
+pub(super) struct Inner {
+    pub(super) live: Mutex<HashMap<SessionId, Session>>,
+    pub(super) count: watch::Sender<usize>,
+    pub(super) draining: watch::Sender<bool>,
+    pub(super) store: Store,
+    pub(super) host: Host,
+    pub(super) capacity: Capacity,
+    pub(super) find_image: FindImage,
+    pub(super) config: SandboxConfig,
+    pub(super) vmm: Vmm,
+    pub(super) shelf: Shelf,
+    pub(super) owed: Mutex<BTreeMap<SandboxId, String>>,
+}
+
+impl std::fmt::Debug for Sessions {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Sessions")
+    }
+}
+
+impl Sessions {
+    /// An empty table.
+    pub fn new(store: Store, host: Host, find_image: FindImage, config: SandboxConfig, vmm: Vmm) -> Self {
+        Sessions(Arc::new(Inner {
+            live: Mutex::default(),
+            count: watch::Sender::new(0),
+            draining: watch::Sender::new(false),
+            capacity: Capacity::new(config.most, config.memory_budget_mib, config.boots),
+            store,
+            host,
+            find_image,
+            config,
+            vmm,
+            shelf: Shelf::default(),
+            owed: Mutex::default(),
+        }))
+    }
+
+    pub(super) fn live(&self) -> MutexGuard<'_, HashMap<SessionId, Session>> {
+        self.0.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The store.
+    pub fn store(&self) -> &Store {
+        &self.0.store
+    }
+
+    /// The privileged side.
+    pub fn host(&self) -> &Host {
+        &self.0.host
+    }
+
+    /// What Sandboxes get.
+    pub fn config(&self) -> &SandboxConfig {
+        &self.0.config
+    }
+
+    /// Output of commands whose Sandbox has gone.
+    pub fn shelf(&self) -> &Shelf {
+        &self.0.shelf
+    }
+
+    /// Makes one. Returns when it is recorded; its Sandbox is made meanwhile.
+    ///
+    /// # Errors
+    /// [`Error::Draining`], [`Error::NoImage`], [`Error::Full`], a name that is taken.
+    pub async fn create(&self, new: NewSession) -> Result<Session, Error> {
+        if *self.0.draining.borrow() {
+            return Err(Error::Draining);
+        }
+        let NewSession { app, mut spec, expires_at } = new;
+        let files = (self.0.find_image)(spec.image.clone()).await?;
+        spec.image_id = files.id;
+        let place = self.0.capacity.admit(spec.memory_mib)?;
+        let published = Published {
+            generation: 1,
+            state: State::Requested,
+            spec: Arc::new(spec),
+            activation: 0,
+            active_at: None,
+            expires_at,
+            keep_until: None,
+            guest: None,
+            ended: None,
+        };
+        let (session, asks) = self.handle(SessionId::generate(), app, jiff::Timestamp::now(), published);
+        self.0.store.write(Write::NewSession(Box::new(session.row()))).await?;
+        self.enter(&session);
+        driver::spawn(self.clone(), session.clone(), asks, place, driver::Start::New(files));
+        Ok(session)
+    }
+
+    pub(super) fn handle(
+        &self,
+        id: SessionId,
+        app: AppId,
+        created_at: jiff::Timestamp,
+        published: Published,
+    ) -> (Session, mpsc::Receiver<Ask>) {
+        let (asks, asked) = mpsc::channel(ASKS);
+        let shared = Shared {
+            id,
+            app,
+            created_at,
+            published: watch::Sender::new(published),
+            activity: watch::Sender::new(activity::Activity::new(jiff::Timestamp::now())),
+            terminate: watch::Sender::new(None),
+            asks,
+            commands: Commands::new(self.0.store.clone(), self.0.shelf.clone()),
+        };
+        (Session(Arc::new(shared)), asked)
+    }
+
+    pub(super) fn enter(&self, session: &Session) {
+        let mut live = self.live();
+        live.insert(session.id(), session.clone());
+        self.0.count.send_replace(live.len());
+    }
+
+    pub(super) fn leave(&self, id: SessionId) {
+        let mut live = self.live();
+        live.remove(&id);
+        self.0.count.send_replace(live.len());
+    }
+
+    /// The live Session of that App with that id or name.
+    pub fn find_live(&self, app: AppId, which: &str) -> Option<Session> {
+        let live = self.live();
+        let found = match which.parse::<SessionId>() {
+            Ok(id) => live.get(&id),
+            Err(_) => live.values().find(|session| session.0.published.borrow().spec.name.as_deref() == Some(which)),
+        };
+        found.filter(|session| session.app() == app).cloned()
+    }
+
+    /// The live Session of that id.
+    pub fn by_id(&self, id: SessionId) -> Option<Session> {
+        self.live().get(&id).cloned()
+    }
+
+    /// The Session of that App with that id or name, live or ended.
+    ///
+    /// # Errors
+    /// [`Error::NotFound`].
+    pub async fn find(&self, app: AppId, which: &str) -> Result<Found, Error> {
+        if let Some(session) = self.find_live(app, which) {
+            return Ok(Found::Live(session));
+        }
+        let row = match which.parse::<SessionId>() {
+            Ok(id) => self.0.store.session(app, id).await?,
+            Err(_) => self.0.store.session_named(app, which.to_owned()).await?,
+        };
+        // It may have ended between the two looks; a row that has not is a live one again.
+        match row {
+            Some(row) if row.ended.is_some() => Ok(Found::Ended(Box::new(row))),
+            Some(row) => match self.find_live(app, which) {
+                Some(session) => Ok(Found::Live(session)),
+                None => Ok(Found::Ended(Box::new(row))),
+            },
+            None => Err(Error::NotFound { what: "Session", which: which.chars().take(80).collect() }),
+        }
+    }
+
+    /// Every live one.
+    pub fn all(&self) -> Vec<Session> {
+        self.live().values().cloned().collect()
+    }
+
+    /// How many are live, as it changes.
+    pub fn count(&self) -> watch::Receiver<usize> {
+        self.0.count.subscribe()
+    }
+
+    /// Every Sandbox that a live Session accounts for.
+    pub fn sandboxes(&self) -> Vec<pepo_sandbox::SandboxId> {
+        let live = self.live();
+        let tenures = live.values().filter_map(|session| session.0.published.borrow().state.tenure());
+        tenures.filter_map(|tenure| engine_id(tenure.sandbox)).collect()
+    }
+
+    /// Live Sessions by Image.
+    pub fn images_in_use(&self) -> HashMap<ImageId, u32> {
+        let mut uses = HashMap::new();
+        for session in self.live().values() {
+            *uses.entry(session.0.published.borrow().spec.image_id).or_insert(0) += 1;
+        }
+        uses
+    }
+
+    /// Sandboxes that have not given everything back, and what of.
+    pub fn owed(&self) -> BTreeMap<SandboxId, String> {
+        self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Takes nothing new from here on.
+    pub fn drain(&self) {
+        self.0.draining.send_replace(true);
+    }
+
+    /// Whether it takes nothing new.
+    pub fn is_draining(&self) -> bool {
+        *self.0.draining.borrow()
+    }
+
+    /// Ends all of them, at most `within`.
+    pub async fn end_all(&self, reason: Reason, within: Duration) {
+        self.drain();
+        let ending = self.all().into_iter().map(|session| async move { session.terminate(Cause::plain(reason)).await });
+        let _ = tokio::time::timeout(within, futures_util::future::join_all(ending)).await;
+    }
+
+    /// Gives back everything of a Sandbox whose making failed or whose record is all there is. What is owed is remembered
+    /// and tried again.
+    pub(super) async fn bury(&self, id: pepo_sandbox::SandboxId) {
+        match self.0.host.release(id).await {
+            Ok(()) => self.settled(id).await,
+            Err(error) => self.owe(id, error.to_string()),
+        }
+    }
+
+    pub(super) async fn settled(&self, id: pepo_sandbox::SandboxId) {
+        let api = sandbox_id(id);
+        self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).remove(&api);
+        self.0.store.write_later(Write::DropSandbox(api)).await;
+    }
+
+    pub(super) fn owe(&self, id: pepo_sandbox::SandboxId, what: String) {
+        tracing::error!(sandbox = %id, owed = what, "not everything was given back; trying again");
+        let first = self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).insert(sandbox_id(id), what).is_none();
+        if first {
+            let sessions = self.clone();
+            tokio::spawn(async move {
+                let mut pause = Duration::from_secs(1);
+                loop {
+                    tokio::time::sleep(pause).await;
+                    pause = (pause * 2).min(Duration::from_secs(60));
+                    match sessions.0.host.release(id).await {
+                        Ok(()) => return sessions.settled(id).await,
+                        Err(pepo_sandbox::host::Error::Lost) => return,
+                        Err(error) => {
+                            sessions
+                                .0
+                                .owed
+                                .lock()
+                                .unwrap_or_else(PoisonError::into_inner)
+                                .insert(sandbox_id(id), error.to_string());
+                        }
+                    }
+                }
+            });
+        }
+    }
+
+    /// Forgets what ended longer ago than the retention, now and every hour.
+    pub async fn forget(&self, retention: Duration) {
+        loop {
+            let before = store::millis(jiff::Timestamp::now()) - retention.as_millis() as i64;
+            self.0.store.write_later(Write::Prune(before)).await;
+            self.0.shelf.tidy();
+            for _ in 0..60 {
+                tokio::time::sleep(Duration::from_secs(60)).await;
+                self.0.shelf.tidy();
+            }
+        }
+    }
+}
+
+/// A Session that was looked for.
+#[derive(Debug)]
+pub enum Found {
+    /// It lives.
+    Live(Session),
+    /// Only its record is left.
+    Ended(Box<SessionRow>),
+}
+
+impl Found {
+    /// The live one.
+    ///
+    /// # Errors
+    /// [`Error::Terminated`].
+    pub fn live(self) -> Result<Session, Error> {
+        match self {
+            Found::Live(session) => Ok(session),
+            Found::Ended(row) => {
+                Err(Error::Terminated(row.ended.unwrap_or_else(|| Ended::new(Reason::Unknown, row.created_at))))
+            }
+        }
+    }
+}
