@@ -7,6 +7,7 @@
 
 mod command;
 mod error;
+mod event;
 mod file;
 mod id;
 mod image;
@@ -23,6 +24,7 @@ pub use command::{
     StdinAnswer, StreamEvent, Text,
 };
 pub use error::{Ended, Error, ErrorBody, ErrorCode};
+pub use event::{Event, FeedEvent};
 pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};

@@ -192,6 +192,19 @@ pub struct SandboxConfig {
     pub stop_grace: Duration,
 }
 
+/// How long records are kept, and how many.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Retention {
+    /// Sessions and Commands that have ended, and events.
+    pub records: Duration,
+    /// The audit log.
+    pub audit: Duration,
+    /// Events at the most; the oldest go first.
+    pub most_events: u64,
+    /// Calls in the audit log at the most.
+    pub most_calls: u64,
+}
+
 /// All settings, resolved.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -201,8 +214,8 @@ pub struct Config {
     pub sandbox: SandboxConfig,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
-    /// How long records of what has ended are kept.
-    pub retention: Duration,
+    /// What of the store is kept.
+    pub retention: Retention,
     /// Where the edge listens.
     pub listen: SocketAddr,
     /// What is logged (`info`, or directives like `pepo_daemon=debug`).
@@ -243,7 +256,10 @@ const SETTINGS: &[Setting] = &[
     row("sandbox.silence", "How long a guest may not answer before it counts as dead.", || "60s".into()),
     row("sandbox.stop_grace", "How long a guest gets to end its programs and flush.", || "3s".into()),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
-    row("store.retention", "How long records of what has ended are kept.", || "30d".into()),
+    row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
+    row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
+    row("store.max_events", "Events that are kept at the most; the oldest go first.", || "1000000".into()),
+    row("store.max_audit", "Calls that the audit log keeps at the most.", || "5000000".into()),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
@@ -425,7 +441,12 @@ impl Raw {
         Ok(Config {
             sandbox,
             mirror: self.get("images.mirror", mirror)?,
-            retention: self.get("store.retention", |text| duration(text).and_then(positive))?,
+            retention: Retention {
+                records: self.get("store.retention", |text| duration(text).and_then(positive))?,
+                audit: self.get("store.audit_retention", |text| duration(text).and_then(positive))?,
+                most_events: self.get("store.max_events", |text| number(text, 1000, 1_000_000_000))?,
+                most_calls: self.get("store.max_audit", |text| number(text, 1000, 1_000_000_000))?,
+            },
             listen: self.get("edge.listen", |text| {
                 text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
             })?,

@@ -24,7 +24,7 @@ use tokio::sync::watch;
 use super::follow::{Follower, Interest, Leaving};
 use super::kept;
 use super::{Error, Serving, Session, Shelf, Ticket};
-use crate::store::{CommandRow, CommandSpec, EndRow, Store, Write};
+use crate::store::{CommandRow, CommandSpec, EndRow, Event, Store, Write};
 
 /// Ended commands that a Session remembers besides the store.
 const REMEMBERED: usize = 256;
@@ -357,6 +357,7 @@ impl Commands {
             stdout_bytes: 0,
             stderr_bytes: 0,
         })));
+        self.store.record(session.event("command.started").command(id).detail("activation", command.activation));
         // From here on its caller counts: one that goes away while the guest is asked leaves a watched command.
         let follower = Follower::begin(session, command.clone());
         match serving.guest.exec(command.op(), exec).await {
@@ -459,6 +460,8 @@ impl Commands {
     }
 
     fn over(&self, command: &Arc<Command>, row: EndRow) {
+        let event = Event::new("command.ended").session(command.session).command(command.id).reason(row.end.reason);
+        self.store.record(event.detail("exit_code", row.end.exit_code).detail("signal", &row.end.signal));
         self.store.write_soon(Write::EndCommand(Box::new(row)));
         *lock(&command.ticket) = None;
         let mut table = lock(&self.table);

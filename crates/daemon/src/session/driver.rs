@@ -16,7 +16,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use jiff::Timestamp;
-use pepo_api::{Ended, Reason};
+use pepo_api::{Ended, Reason, SessionState};
 use pepo_sandbox::{Active, Exit};
 use tokio::sync::{mpsc, watch};
 use tokio::task::JoinHandle;
@@ -323,6 +323,27 @@ impl Driver {
         self.session.0.published.send_replace(next);
     }
 
+    /// Says in the feed where the Session is now.
+    fn tell(&self, state: &State) {
+        let kind = match state.word() {
+            SessionState::Requested => return,
+            SessionState::Activating => "session.activating",
+            SessionState::Active => "session.active",
+            SessionState::Releasing => "session.releasing",
+            SessionState::Idle => "session.idle",
+            SessionState::Terminating => "session.terminating",
+            SessionState::Terminated => "session.terminated",
+        };
+        let mut event = self.session.event(kind);
+        if let Some(tenure) = state.tenure() {
+            event = event.sandbox(tenure.sandbox).detail("activation", tenure.activation);
+        }
+        if let Some(cause) = state.cause() {
+            event = event.reason(cause.reason);
+        }
+        self.sessions.0.store.record(event);
+    }
+
     async fn moved(&mut self, state: State) {
         let now = Timestamp::now();
         tracing::info!(session = %self.session.id(), state = ?state.word(), reason = ?state.cause().map(|c| c.reason), "moved");
@@ -330,6 +351,7 @@ impl Driver {
             State::Terminated(cause) => Some(ended(cause, now)),
             _ => None,
         };
+        self.tell(&state);
         if let Some(end) = &end {
             self.session.commands().sandbox_ended(end);
         }

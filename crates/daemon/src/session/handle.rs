@@ -12,7 +12,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::state::{Cause, State};
 use super::{Commands, Error, Spec, Ticket, activity, ended};
-use crate::store::SessionRow;
+use crate::store::{Event, SessionRow};
 
 /// What everybody may see of a Session: a copy, with a number that counts changes.
 #[derive(Clone, Debug)]
@@ -105,6 +105,11 @@ impl Session {
     /// When it was asked for.
     pub fn created_at(&self) -> jiff::Timestamp {
         self.0.created_at
+    }
+
+    /// An event about it, to be filled and recorded.
+    pub fn event(&self, kind: &'static str) -> Event {
+        Event::new(kind).app(self.app()).session(self.id()).labels(&self.0.published.borrow().spec.labels)
     }
 
     /// Its commands.

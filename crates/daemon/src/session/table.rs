@@ -12,7 +12,7 @@ use super::handle::{ASKS, Ask, Shared};
 use super::state::{Cause, State};
 use super::{Commands, Error, FindImage, Published, Session, Shelf, Spec, activity, driver, engine_id, sandbox_id};
 use crate::capacity::Capacity;
-use crate::config::SandboxConfig;
+use crate::config::{Retention, SandboxConfig};
 use crate::store::{self, SessionRow, Store, Write};
 
 /// What a new Session needs to be made.
@@ -117,6 +117,7 @@ impl Sessions {
         };
         let (session, asks) = self.handle(SessionId::generate(), app, jiff::Timestamp::now(), published);
         self.0.store.write(Write::NewSession(Box::new(session.row()))).await?;
+        self.0.store.record(session.event("session.created"));
         self.enter(&session);
         driver::spawn(self.clone(), session.clone(), asks, place, driver::Start::New(files));
         Ok(session)
@@ -283,11 +284,17 @@ impl Sessions {
         }
     }
 
-    /// Forgets what ended longer ago than the retention, now and every hour.
-    pub async fn forget(&self, retention: Duration) {
+    /// Forgets what is older than the retention, now and every hour.
+    pub async fn forget(&self, retention: Retention) {
         loop {
-            let before = store::millis(jiff::Timestamp::now()) - retention.as_millis() as i64;
-            self.0.store.write_later(Write::Prune(before)).await;
+            let ago = |time: Duration| store::millis(jiff::Timestamp::now()) - time.as_millis() as i64;
+            let Retention { records, audit, most_events, most_calls } = retention;
+            let prune = Write::Prune {
+                ended_before: ago(records),
+                feed: store::Keep { before: ago(records), most: most_events },
+                audit: store::Keep { before: ago(audit), most: most_calls },
+            };
+            self.0.store.write_later(prune).await;
             self.0.shelf.tidy();
             for _ in 0..60 {
                 tokio::time::sleep(Duration::from_secs(60)).await;

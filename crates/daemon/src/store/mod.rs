@@ -11,6 +11,7 @@
 //! ```
 
 mod command;
+mod event;
 mod key;
 mod session;
 
@@ -22,6 +23,7 @@ use rusqlite::{Connection, OpenFlags, Transaction};
 use tokio::sync::{mpsc, oneshot, watch};
 
 pub use command::{CommandRow, CommandSpec, EndRow};
+pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{KeyRow, NewKey};
 pub use session::{Filter, SandboxRow, SessionRow};
@@ -29,7 +31,7 @@ pub use session::{Filter, SandboxRow, SessionRow};
 /// Writes of one transaction at most.
 const GROUP: usize = 256;
 
-/// How long a group waits for company once it has two members.
+/// How long a group waits for company, unless exactly one of it is waited for.
 const GATHER: Duration = Duration::from_millis(2);
 
 /// Writes that may wait. Beyond, the writer is so far behind that callers wait with it.
@@ -79,6 +81,13 @@ pub enum Error {
     Closed,
 }
 
+impl Error {
+    /// Whether it refuses one write and says nothing against the store.
+    fn is_an_answer(&self) -> bool {
+        matches!(self, Error::NameTaken(_))
+    }
+}
+
 /// A change of what is stored.
 #[derive(Debug)]
 pub enum Write {
@@ -100,8 +109,19 @@ pub enum Write {
     NewKey(NewKey),
     /// Something about the instance, by name.
     Fact(&'static str, String),
-    /// Forget what ended before this time (milliseconds since 1970).
-    Prune(i64),
+    /// Something that happened, or a call that was answered.
+    Event(Box<Event>),
+    /// A call that is about to be done.
+    Asked(Box<Event>),
+    /// Forget what is old.
+    Prune {
+        /// Records of what ended before this time (milliseconds since 1970).
+        ended_before: i64,
+        /// Which events stay.
+        feed: Keep,
+        /// What of the audit log stays.
+        audit: Keep,
+    },
 }
 
 struct Queued {
@@ -115,6 +135,7 @@ pub struct Store {
     queue: mpsc::Sender<Queued>,
     readers: Arc<[Mutex<Connection>; 2]>,
     failed: watch::Receiver<Option<String>>,
+    feed: watch::Receiver<u64>,
 }
 
 impl std::fmt::Debug for Store {
@@ -149,7 +170,7 @@ const MIGRATIONS: &[&str] = &["
     CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;
     INSERT INTO counters VALUES ('edge_generation', 1);
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
-"];
+", event::MIGRATION];
 
 impl Store {
     /// Opens the file, makes or migrates its schema, starts the writer.
@@ -167,15 +188,19 @@ impl Store {
         let mut connection = connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE)?;
         migrate(&mut connection, path, MIGRATIONS)?;
         session::default_app(&connection)?;
+        event::settle(&connection)?;
         let reader = || connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY).map(Mutex::new);
         let readers = Arc::new([reader()?, reader()?]);
         let (queue, waiting) = mpsc::channel(QUEUE);
         let (failure, failed) = watch::channel(None);
+        let newest: i64 = connection.query_row("SELECT coalesce(max(seq), 0) FROM events", [], |row| row.get(0))?;
+        let (moves, feed) = watch::channel(newest as u64);
         std::thread::Builder::new()
             .name("store".into())
             .spawn(move || {
                 // A panic in here must end the daemon as an error does, so the sender says it either way.
-                let ended = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_all(connection, waiting)));
+                let ended =
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_all(connection, waiting, &moves)));
                 let reason = match ended {
                     Ok(Ok(())) => return,
                     Ok(Err(error)) => error.to_string(),
@@ -184,7 +209,7 @@ impl Store {
                 failure.send_replace(Some(reason));
             })
             .map_err(|source| Error::File { what: "start a writer for", path: path.into(), source })?;
-        Ok(Store { queue, readers, failed })
+        Ok(Store { queue, readers, failed, feed })
     }
 
     /// Makes a change; returns when it is on the disk.
@@ -306,15 +331,23 @@ fn migrate(connection: &mut Connection, path: &Path, migrations: &[&str]) -> Res
 }
 
 /// The writer: groups until every handle is gone.
-fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>) -> Result<(), Error> {
+fn write_all(
+    mut connection: Connection,
+    mut queue: mpsc::Receiver<Queued>,
+    feed: &watch::Sender<u64>,
+) -> Result<(), Error> {
     while let Some(first) = queue.blocking_recv() {
+        let mut awaited = usize::from(first.answer.is_some());
         let mut group = vec![first];
         let mut since = None;
         while group.len() < GROUP {
             match queue.try_recv() {
-                Ok(next) => group.push(next),
-                // Alone: commit at once. In company: others are on their way.
-                Err(_) if group.len() == 1 => break,
+                Ok(next) => {
+                    awaited += usize::from(next.answer.is_some());
+                    group.push(next);
+                }
+                // One waits: commit at once. Several do, or nobody does: others are on their way.
+                Err(_) if awaited == 1 => break,
                 Err(_) => {
                     if since.get_or_insert_with(Instant::now).elapsed() >= GATHER {
                         break;
@@ -325,14 +358,18 @@ fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>) -> R
         }
         let transaction = connection.transaction()?;
         let mut answers = Vec::with_capacity(group.len());
+        let mut newest = None;
         for Queued { write, answer } in group {
-            match apply(&transaction, &write) {
+            match apply(&transaction, &write, &mut newest) {
                 Ok(()) => answers.push((answer, Ok(()))),
-                Err(error @ Error::NameTaken(_)) => answers.push((answer, Err(error))),
+                Err(error) if error.is_an_answer() => answers.push((answer, Err(error))),
                 Err(error) => return Err(error),
             }
         }
         transaction.commit()?;
+        if let Some(newest) = newest {
+            feed.send_replace(newest);
+        }
         for (answer, result) in answers {
             if let Some(answer) = answer {
                 // Whoever asked may have gone.
@@ -343,7 +380,7 @@ fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>) -> R
     Ok(())
 }
 
-fn apply(transaction: &Transaction<'_>, write: &Write) -> Result<(), Error> {
+fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>) -> Result<(), Error> {
     match write {
         Write::NewSession(row) => session::insert(transaction, row),
         Write::Session(row) => session::update(transaction, row),
@@ -358,9 +395,16 @@ fn apply(transaction: &Transaction<'_>, write: &Write) -> Result<(), Error> {
                 .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
             Ok(())
         }
-        Write::Prune(before) => {
-            command::prune(transaction, *before)?;
-            session::prune(transaction, *before)
+        Write::Event(event) => {
+            *newest = Some(event::insert(transaction, event)?);
+            Ok(())
+        }
+        Write::Asked(event) => event::asked(transaction, event),
+        Write::Prune { ended_before, feed, audit } => {
+            command::prune(transaction, *ended_before)?;
+            session::prune(transaction, *ended_before)?;
+            event::prune(transaction, View::Feed, *feed)?;
+            event::prune(transaction, View::Audit, *audit)
         }
     }
 }
@@ -435,10 +479,13 @@ mod tests {
         let path = directory.path().join("pepo.db");
         drop(Store::open(&path).expect("store"));
         let mut connection = Connection::open(&path).expect("open");
-        migrate(&mut connection, &path, &[MIGRATIONS[0], "CREATE TABLE extra (x INTEGER) STRICT;"]).expect("migrate");
-        let copy = Connection::open(directory.path().join("pepo.db.before-2")).expect("copy");
+        let mut more = MIGRATIONS.to_vec();
+        more.push("CREATE TABLE extra (x INTEGER) STRICT;");
+        migrate(&mut connection, &path, &more).expect("migrate");
+        let copy = directory.path().join(format!("pepo.db.before-{}", more.len()));
+        let copy = Connection::open(copy).expect("copy");
         let version: u32 = copy.query_row("PRAGMA user_version", [], |row| row.get(0)).expect("version");
-        assert_eq!(version, 1);
+        assert_eq!(version as usize, MIGRATIONS.len());
         assert!(copy.prepare("SELECT x FROM extra").is_err());
         assert!(connection.prepare("SELECT x FROM extra").is_ok());
     }

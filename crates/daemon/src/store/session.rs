@@ -301,7 +301,9 @@ pub(super) mod tests {
         let mut wanted: Vec<_> = rows.iter().map(|row| row.id).collect();
         wanted.sort();
         assert_eq!(ids, wanted);
-        store.write(super::super::Write::Prune(1_764_000_200_002)).await.expect("prune");
+        let all = super::super::Keep { before: 0, most: u64::MAX };
+        let prune = super::super::Write::Prune { ended_before: 1_764_000_200_002, feed: all, audit: all };
+        store.write(prune).await.expect("prune");
         assert_eq!(store.list_sessions(app, Filter { before: None, limit: 9 }).await.expect("list").len(), 3);
     }
 }
