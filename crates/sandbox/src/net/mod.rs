@@ -30,6 +30,7 @@ use std::net::Ipv4Addr;
 use serde::{Deserialize, Serialize};
 
 pub mod address;
+pub mod dns;
 pub mod name;
 pub mod policy;
 
