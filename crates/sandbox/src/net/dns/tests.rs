@@ -240,8 +240,7 @@ fn question(name: &str, kind: RecordType, edns: bool) -> Vec<u8> {
 
 #[tokio::test]
 async fn a_listed_name_is_opened_before_it_is_answered() {
-    let mut bench =
-        Bench::new(listed(&["api.example.com", "*.example.com"]), always(77, [93, 184, 216, 34])).await;
+    let mut bench = Bench::new(listed(&["api.example.com", "*.example.com"]), always(77, [93, 184, 216, 34])).await;
     assert_eq!(bench.a("api.example.com").await, Ok(vec![[93, 184, 216, 34].into()]));
     let opening = |of| Opened { rule: number(of), address: [93, 184, 216, 34].into(), ttl_seconds: 77 + GRACE };
     let mut expected = ["api.example.com", "*.example.com"].map(opening);
@@ -322,7 +321,10 @@ async fn aliases_are_followed_and_end() {
     assert_eq!(names, ["www.example.com.", "a.cdn.net.", "b.cdn.net."]);
     // A stranger's record in the same answer opens nothing.
     let opened = bench.doors.opened();
-    assert_eq!(opened, [Opened { rule: number("www.example.com"), address: [93, 184, 216, 34].into(), ttl_seconds: SHORTEST + GRACE }]);
+    assert_eq!(
+        opened,
+        [Opened { rule: number("www.example.com"), address: [93, 184, 216, 34].into(), ttl_seconds: SHORTEST + GRACE }]
+    );
     assert_eq!(bench.a("a.loop.net").await, Err(Why::Loop));
     assert_eq!(bench.a("slow.loop.net").await, Err(Why::Loop));
     assert_eq!(bench.a("long.loop.net").await, Err(Why::Chain));
