@@ -82,7 +82,9 @@ codes! {
     /// A limit of this Session is used up: streams, commands.
     Busy = "busy", TOO_MANY_REQUESTS, true;
     /// The host has no room for another Sandbox now.
-    NoCapacity = "no_capacity", SERVICE_UNAVAILABLE, true;
+    NoCapacity = "capacity", SERVICE_UNAVAILABLE, true;
+    /// The host is being drained: it takes nothing new.
+    Draining = "draining", SERVICE_UNAVAILABLE, true;
     /// The daemon is starting, stopping or not reachable.
     Unavailable = "unavailable", SERVICE_UNAVAILABLE, true;
     /// The disk of the guest or of the host is full.

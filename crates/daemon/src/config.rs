@@ -8,11 +8,17 @@
 //! default  <  pepo.toml  <  PEPO_<SECTION>_<KEY>  <  flags
 //! ```
 
+mod pool;
+
 use std::collections::BTreeMap;
 use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+
+use crate::capacity::Budget;
+
+pub use pool::{PoolConfig, PoolShape};
 
 /// The longest path of `PEPO_HOME` in bytes: a Unix socket's path ends at 107, and ours below it take up to 64.
 pub const HOME_BYTES: usize = 40;
@@ -180,10 +186,8 @@ pub struct SandboxConfig {
     pub lifetime: Duration,
     /// How many start at once.
     pub boots: usize,
-    /// How many there may be at once.
-    pub most: usize,
-    /// Memory that all of them may have together, MiB.
-    pub memory_budget_mib: u64,
+    /// What all of them may have together, and who waits for it.
+    pub budget: Budget,
     /// How long a start may take, waiting for its turn included.
     pub start_timeout: Duration,
     /// How long a guest may be silent.
@@ -212,6 +216,8 @@ pub struct Config {
     pub places: Places,
     /// Sandboxes.
     pub sandbox: SandboxConfig,
+    /// Those that wait ready.
+    pub pool: PoolConfig,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
     /// What of the store is kept.
@@ -252,9 +258,25 @@ const SETTINGS: &[Setting] = &[
     row("sandbox.memory_budget", "Memory that all Sandboxes may have together.", || {
         format!("{}m", host_memory_mib() * 4 / 5)
     }),
+    row(
+        "sandbox.cpu_overcommit",
+        "Virtual processors that all Sandboxes may have together, for each of the host's.",
+        || "16".into(),
+    ),
+    row(
+        "sandbox.disk_budget",
+        "Scratch disks that all Sandboxes may have together; empty: 4 times the disk, since they are sparse.",
+        String::new,
+    ),
+    row("sandbox.queue", "Requests of one App that may wait for room.", || "32".into()),
+    row("sandbox.queue_wait", "How long a request waits for room; 0s: not at all.", || "10s".into()),
     row("sandbox.start_timeout", "How long a start may take, its turn included.", || "180s".into()),
     row("sandbox.silence", "How long a guest may not answer before it counts as dead.", || "60s".into()),
     row("sandbox.stop_grace", "How long a guest gets to end its programs and flush.", || "3s".into()),
+    row("pool.target", "Sandboxes of the usual shape that wait ready while the host is quiet; 0: none.", || "1".into()),
+    row("pool.minimum", "Below how many of them one is made although commands run.", || "0".into()),
+    row("pool.age", "After how long one that nobody claimed is replaced.", || "1h".into()),
+    row("pool.shapes", "Other shapes, as `browser:memory=2g:target=2, base:cpus=2`.", String::new),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
@@ -276,6 +298,12 @@ fn host_memory_mib() -> u64 {
         .lines()
         .find_map(|line| line.strip_prefix("MemTotal:")?.trim().strip_suffix("kB")?.trim().parse::<u64>().ok());
     kib.unwrap_or(1024 * 1024) / 1024
+}
+
+/// The size of the disk that this directory is on, or will be, MiB.
+fn disk_mib(directory: &Path) -> u64 {
+    let there = directory.ancestors().find(|path| path.exists()).unwrap_or(Path::new("/"));
+    rustix::fs::statvfs(there).map_or(0, |stat| stat.f_blocks.saturating_mul(stat.f_frsize) >> 20)
 }
 
 /// What was typed.
@@ -432,14 +460,30 @@ impl Raw {
             keep_alive: self.get("sandbox.keep_alive", duration)?,
             lifetime: self.get("sandbox.lifetime", |text| duration(text).and_then(positive))?,
             boots: self.get("sandbox.boots", |text| number(text, 1, 1024))?,
-            most: self.get("sandbox.max", |text| number(text, 1, 16_384))?,
-            memory_budget_mib: self.get("sandbox.memory_budget", size_mib)?,
+            budget: Budget {
+                places: self.get("sandbox.max", |text| number(text, 1, 16_384))?,
+                memory_mib: self.get("sandbox.memory_budget", size_mib)?,
+                cpus: self.get("sandbox.cpu_overcommit", |text| number(text, 1, 1024))? * cores() as u64,
+                disk_mib: self.get("sandbox.disk_budget", |text| match text {
+                    "" => Ok(disk_mib(&places.state) * 4),
+                    text => size_mib(text),
+                })?,
+                waiting: self.get("sandbox.queue", |text| number(text, 0, 1024))?,
+                wait: self.get("sandbox.queue_wait", duration)?,
+            },
             start_timeout: self.get("sandbox.start_timeout", |text| duration(text).and_then(positive))?,
             silence: self.get("sandbox.silence", |text| duration(text).and_then(positive))?,
             stop_grace: self.get("sandbox.stop_grace", duration)?,
         };
+        let target = self.get("pool.target", pool::count)?;
+        let minimum = self.get("pool.minimum", pool::count)?;
+        let pool = PoolConfig {
+            shapes: self.get("pool.shapes", |text| pool::shapes(text, &sandbox, target, minimum))?,
+            age: self.get("pool.age", |text| duration(text).and_then(positive))?,
+        };
         Ok(Config {
             sandbox,
+            pool,
             mirror: self.get("images.mirror", mirror)?,
             retention: Retention {
                 records: self.get("store.retention", |text| duration(text).and_then(positive))?,

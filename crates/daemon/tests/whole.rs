@@ -625,7 +625,7 @@ async fn an_unused_session_ends_and_an_idle_daemon_too() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_hundred_sessions_at_once() {
-    let config = "[sandbox]\nmax = 200\nmemory_budget = \"1t\"\nboots = 8\n";
+    let config = "[sandbox]\nmax = 200\nmemory_budget = \"1t\"\ncpu_overcommit = 200\ndisk_budget = \"1t\"\nboots = 8\nqueue = 0\n";
     let daemon = Daemon::start(Options { config: config.into(), ..Options::default() });
     let client = daemon.client();
     let all = (0..200).map(|n| {

@@ -306,6 +306,16 @@ impl Warm {
         self.took
     }
 
+    /// The guest, to ask whether it is there: it takes nothing else before it is activated.
+    pub fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    /// A watch on its end that outlives this borrow.
+    pub fn keeper(&self) -> Keeper {
+        self.keeper.clone()
+    }
+
     /// Returns when it has ended by itself; then [`Warm::release`] it.
     pub async fn ended(&self) {
         self.keeper.ended().await;

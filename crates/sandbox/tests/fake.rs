@@ -173,4 +173,28 @@ async fn line(socket: OwnedFd, state: &Path) {
     })
     .await
     .expect("a dropped one is not given back");
+    // Its slot comes back with it, also where the first try fails, or it would be lost until pepod restarts.
+    let slots_free = async |what: &str| {
+        tokio::time::timeout(Duration::from_secs(20), async {
+            while host.slots_taken() > 0 {
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+        })
+        .await
+        .unwrap_or_else(|_| panic!("{what}: {} slots stay taken", host.slots_taken()));
+    };
+    slots_free("dropped").await;
+    fs::write(state.join("fault-release"), "busy").unwrap();
+    drop(boot(&host, plan(host.new_id().unwrap()), &cancel).await.unwrap());
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert_eq!(host.slots_taken(), 1, "a slot is free while something of its Sandbox is there");
+    fs::remove_file(state.join("fault-release")).unwrap();
+    slots_free("dropped, and owed at first").await;
+
+    // What an earlier life left has its slot until the sweep.
+    let left = SandboxId::new(pepo_sandbox::Slot::new(77).unwrap());
+    fs::create_dir(state.join("jail").join(left.hex())).unwrap();
+    assert_eq!((host.found().await.unwrap().len(), host.slots_taken()), (1, 1));
+    assert!(host.sweep(&[]).await.unwrap().iter().any(|gone| gone.removed == Some(Ok(()))));
+    assert_eq!(host.slots_taken(), 0, "a swept slot stays taken");
 }

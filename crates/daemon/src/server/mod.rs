@@ -37,6 +37,7 @@ use tokio::sync::Semaphore;
 use tower_service::Service as _;
 
 use crate::Pepod;
+use crate::capacity::Full;
 use crate::session::Error;
 
 pub use extract::{Json, Query};
@@ -151,12 +152,12 @@ impl From<Error> for Problem {
             Error::NoImage { hint, name } => {
                 ApiError::new(ErrorCode::ImageMissing, format!("there is no Image `{name}`")).hint(hint).param("image")
             }
-            Error::Full(crate::capacity::Full::TooLarge { .. }) => {
-                ApiError::new(ErrorCode::Invalid, text).param("memory_mib")
+            Error::Full(Full::TooLarge { what, .. }) => {
+                ApiError::new(ErrorCode::Invalid, text).param(what.param().unwrap_or("session"))
             }
-            Error::Full(_) => ApiError::new(ErrorCode::NoCapacity, text)
+            Error::Full(Full::Now { .. }) => ApiError::new(ErrorCode::NoCapacity, text)
                 .hint("end a Session (`pepo session ls`, `pepo session rm`) or ask for less memory"),
-            Error::Draining => ApiError::new(ErrorCode::Unavailable, text),
+            Error::Draining => ApiError::new(ErrorCode::Draining, text),
             Error::Invalid { param: "name", message } => ApiError::new(ErrorCode::Conflict, message).param("name"),
             Error::Invalid { param, message } => ApiError::new(ErrorCode::Invalid, message).param(param),
             Error::NotStarted { message, exit_code: 127 } => ApiError::new(ErrorCode::CommandNotFound, message),

@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::state::{Cause, Tenure};
 use super::{Files, Session, Sessions};
-use crate::store::{SandboxRow, Write};
+use crate::store::{Claim, Write};
 
 /// Fresh bytes for a guest's random generator.
 const ENTROPY: usize = 256;
@@ -59,8 +59,7 @@ async fn attempt(
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
     // Recorded before the first thing is taken.
-    let row = SandboxRow { id: tenure.sandbox, session: session.id(), activation: tenure.activation, claimed: false };
-    inner.store.write(Write::NewSandbox(row)).await.map_err(|error| failed(&error))?;
+    inner.store.write(Write::NewSandbox(tenure.sandbox)).await.map_err(|error| failed(&error))?;
     let turn = tokio::select! {
         biased;
         () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
@@ -81,7 +80,8 @@ async fn attempt(
     tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
     drop(turn);
     // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
-    if let Err(error) = inner.store.write(Write::Claim(tenure.sandbox)).await {
+    let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
+    if let Err(error) = inner.store.write(Write::Claim(claim)).await {
         let cause = failed(&error);
         if let Err(error) = warm.release().await {
             tracing::error!(sandbox = %id, %error, "not everything was given back");

@@ -63,6 +63,13 @@ pub struct Spec {
     pub labels: BTreeMap<String, String>,
 }
 
+impl Spec {
+    /// What of the host an activation of it takes.
+    pub fn needs(&self) -> crate::capacity::Needs {
+        crate::capacity::Needs::new(self.memory_mib, self.cpus, self.disk_mib)
+    }
+}
+
 /// An Image's files, as a Plan names them.
 #[derive(Clone, Debug)]
 pub struct Files {

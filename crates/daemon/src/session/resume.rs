@@ -9,7 +9,7 @@ use pepo_sandbox::host::FoundState;
 use super::driver::{self, Start};
 use super::state::{Cause, State, Tenure};
 use super::{Published, Session, Sessions, activation, engine_id};
-use crate::store::{self, SandboxRow, SessionRow, Write};
+use crate::store::{self, SessionRow, Write};
 
 /// How long the publication of an adopted guest may take.
 const SERVES_WITHIN: std::time::Duration = std::time::Duration::from_secs(10);
@@ -28,11 +28,14 @@ impl Sessions {
         let sandboxes = self.0.store.sandboxes()?;
         let mut kept = Vec::new();
         for row in self.0.store.live_sessions()? {
-            let sandbox = sandboxes.iter().rev().find(|sandbox| sandbox.session == row.id);
-            match sandbox.filter(|sandbox| sandbox.claimed) {
-                Some(sandbox) => {
-                    let state = engine_id(sandbox.id).and_then(runs);
-                    if let Some(id) = self.take_up(row, sandbox, state, same_boot).await? {
+            let claimed = sandboxes.iter().rev().find_map(|sandbox| match sandbox.claim {
+                Some((session, activation)) if session == row.id => Some(Tenure { sandbox: sandbox.id, activation }),
+                _ => None,
+            });
+            match claimed {
+                Some(tenure) => {
+                    let state = engine_id(tenure.sandbox).and_then(runs);
+                    if let Some(id) = self.take_up(row, tenure, state, same_boot).await? {
                         kept.push(id);
                     }
                 }
@@ -53,15 +56,14 @@ impl Sessions {
     async fn take_up(
         &self,
         row: SessionRow,
-        sandbox: &SandboxRow,
+        tenure: Tenure,
         state: Option<FoundState>,
         same_boot: bool,
     ) -> Result<Option<pepo_sandbox::SandboxId>, super::Error> {
-        let tenure = Tenure { sandbox: sandbox.id, activation: sandbox.activation };
-        let Some(id) = engine_id(sandbox.id) else { return Ok(None) };
+        let Some(id) = engine_id(tenure.sandbox) else { return Ok(None) };
         let session_id = row.id;
         let commands = self.0.store.running_commands(session_id)?;
-        let memory = row.spec.memory_mib;
+        let needs = row.spec.needs();
         // One that was being stopped goes on being stopped.
         let serving = matches!(row.state, SessionState::Active | SessionState::Activating);
         let keep_until = row.keep_until;
@@ -119,7 +121,7 @@ impl Sessions {
         };
         let alive = matches!(start, Start::Adopted(..));
         let mut published = session.0.published.subscribe();
-        driver::spawn(self.clone(), session, asks, self.0.capacity.adopted(memory), start);
+        driver::spawn(self.clone(), session, asks, self.0.capacity.adopted(needs), start);
         // Callers are let in after this: one that comes back to its command at once must find the guest, or it would wait
         // for the command's end as if the Sandbox were gone.
         let serves = published.wait_for(|now| !alive || now.guest.is_some() || now.ended.is_some());
@@ -136,7 +138,7 @@ impl Sessions {
             return self.close(row, ended).await;
         }
         let (files, place) = match (self.0.find_image)(row.spec.image.clone()).await {
-            Ok(files) => match self.0.capacity.admit(row.spec.memory_mib) {
+            Ok(files) => match self.0.capacity.admit(row.app, row.spec.needs()).await {
                 Ok(place) => (files, place),
                 Err(full) => return self.close(row, told(full.to_string())).await,
             },

@@ -57,7 +57,7 @@ impl Sessions {
             live: Mutex::default(),
             count: watch::Sender::new(0),
             draining: watch::Sender::new(false),
-            capacity: Capacity::new(config.most, config.memory_budget_mib, config.boots),
+            capacity: Capacity::new(config.budget, config.boots),
             store,
             host,
             find_image,
@@ -103,7 +103,7 @@ impl Sessions {
         let NewSession { app, mut spec, expires_at } = new;
         let files = (self.0.find_image)(spec.image.clone()).await?;
         spec.image_id = files.id;
-        let place = self.0.capacity.admit(spec.memory_mib)?;
+        let place = self.0.capacity.admit(app, spec.needs()).await?;
         let published = Published {
             generation: 1,
             state: State::Requested,

@@ -26,7 +26,7 @@ pub use command::{CommandRow, CommandSpec, EndRow};
 pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{KeyRow, NewKey};
-pub use session::{Filter, SandboxRow, SessionRow};
+pub use session::{Claim, Filter, SandboxRow, SessionRow};
 
 /// Writes of one transaction at most.
 const GROUP: usize = 256;
@@ -63,6 +63,9 @@ pub enum Error {
     /// Another live thing of the App has that name.
     #[error("the name `{0}` is taken")]
     NameTaken(String),
+    /// Somebody has that Sandbox, or nobody made it.
+    #[error("{0} cannot be claimed")]
+    NotClaimed(pepo_api::SandboxId),
     /// SQLite or the disk below it failed.
     #[error("store failed")]
     Sqlite(#[from] rusqlite::Error),
@@ -84,7 +87,7 @@ pub enum Error {
 impl Error {
     /// Whether it refuses one write and says nothing against the store.
     fn is_an_answer(&self) -> bool {
-        matches!(self, Error::NameTaken(_))
+        matches!(self, Error::NameTaken(_) | Error::NotClaimed(_))
     }
 }
 
@@ -93,12 +96,14 @@ impl Error {
 pub enum Write {
     /// A new Session. Refused where its name is taken.
     NewSession(Box<SessionRow>),
+    /// A new Session with a Sandbox that is there already: both or neither.
+    NewSessionOn(Box<SessionRow>, Claim),
     /// The Session as it is now.
     Session(Box<SessionRow>),
-    /// A Sandbox about to be made.
-    NewSandbox(SandboxRow),
-    /// That Sandbox belongs to its Session from now on.
-    Claim(pepo_api::SandboxId),
+    /// A Sandbox about to be made; nobody's yet.
+    NewSandbox(pepo_api::SandboxId),
+    /// That Sandbox is a Session's from now on. Refused where it is somebody's, or not there.
+    Claim(Claim),
     /// That Sandbox has given everything back.
     DropSandbox(pepo_api::SandboxId),
     /// A command that was asked for.
@@ -170,7 +175,18 @@ const MIGRATIONS: &[&str] = &["
     CREATE TABLE counters (name TEXT PRIMARY KEY, value INTEGER NOT NULL) STRICT, WITHOUT ROWID;
     INSERT INTO counters VALUES ('edge_generation', 1);
     CREATE TABLE facts (name TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT, WITHOUT ROWID;
-", event::MIGRATION];
+", event::MIGRATION,
+    // A Sandbox is nobody's until it is claimed, and one activation never has two.
+    "
+    CREATE TABLE claimable (
+        id TEXT PRIMARY KEY, session_id TEXT, activation INTEGER, made_at INTEGER NOT NULL,
+        CHECK ((session_id IS NULL) = (activation IS NULL))
+    ) STRICT, WITHOUT ROWID;
+    INSERT INTO claimable SELECT id, iif(claimed, session_id, NULL), iif(claimed, activation, NULL), made_at FROM sandboxes;
+    DROP TABLE sandboxes;
+    ALTER TABLE claimable RENAME TO sandboxes;
+    CREATE UNIQUE INDEX sandbox_claims ON sandboxes(session_id, activation) WHERE session_id IS NOT NULL;
+"];
 
 impl Store {
     /// Opens the file, makes or migrates its schema, starts the writer.
@@ -384,8 +400,19 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
     match write {
         Write::NewSession(row) => session::insert(transaction, row),
         Write::Session(row) => session::update(transaction, row),
-        Write::NewSandbox(row) => session::insert_sandbox(transaction, row),
-        Write::Claim(id) => session::claim(transaction, *id),
+        Write::NewSessionOn(row, claim) => {
+            session::claim(transaction, claim)?;
+            match session::insert(transaction, row) {
+                Ok(()) => Ok(()),
+                Err(error) => {
+                    // The group's other writes stay, so this one is undone by hand; where that fails the group fails.
+                    session::unclaim(transaction, claim.sandbox)?;
+                    Err(error)
+                }
+            }
+        }
+        Write::NewSandbox(id) => session::insert_sandbox(transaction, *id),
+        Write::Claim(claim) => session::claim(transaction, claim),
         Write::DropSandbox(id) => session::drop_sandbox(transaction, *id),
         Write::NewCommand(row) => command::insert(transaction, row),
         Write::EndCommand(row) => command::end(transaction, row),
@@ -488,6 +515,28 @@ mod tests {
         assert_eq!(version as usize, MIGRATIONS.len());
         assert!(copy.prepare("SELECT x FROM extra").is_err());
         assert!(connection.prepare("SELECT x FROM extra").is_ok());
+    }
+
+    #[test]
+    fn sandboxes_of_the_first_schema_keep_their_owners() {
+        let directory = tempfile::tempdir().expect("directory");
+        let path = directory.path().join("pepo.db");
+        let mut connection = Connection::open(&path).expect("open");
+        migrate(&mut connection, &path, &MIGRATIONS[..1]).expect("the first schema");
+        let session = pepo_api::SessionId::generate();
+        let [mine, nobodys] = [pepo_api::SandboxId::generate(), pepo_api::SandboxId::generate()];
+        for (id, claimed) in [(mine, true), (nobodys, false)] {
+            connection
+                .execute(
+                    "INSERT INTO sandboxes (id, session_id, activation, claimed, made_at) VALUES (?1, ?2, 3, ?3, 1)",
+                    rusqlite::params![id.to_string(), session.to_string(), claimed],
+                )
+                .expect("insert");
+        }
+        drop(connection);
+        let rows = Store::open(&path).expect("store").sandboxes().expect("rows");
+        let claim = |id| rows.iter().find(|row| row.id == id).expect("there").claim;
+        assert_eq!((claim(mine), claim(nobodys)), (Some((session, 3)), None));
     }
 
     #[tokio::test]

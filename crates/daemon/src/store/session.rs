@@ -38,12 +38,19 @@ pub struct SessionRow {
 pub struct SandboxRow {
     /// Its id.
     pub id: SandboxId,
-    /// Whose it is, or will be.
+    /// Whose it is: then it may have run what that Session wanted. Nobody's before.
+    pub claim: Option<(SessionId, u64)>,
+}
+
+/// A Sandbox given to an activation of a Session: for good.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Which Sandbox.
+    pub sandbox: SandboxId,
+    /// Whose it is from now on.
     pub session: SessionId,
     /// Which activation it serves.
     pub activation: u64,
-    /// Whether it was given to the Session: then it may have run what the Session wanted.
-    pub claimed: bool,
 }
 
 /// Which Sessions a list wants.
@@ -112,23 +119,36 @@ fn put(transaction: &Transaction<'_>, row: &SessionRow, sql: &str) -> Result<(),
     }
 }
 
-pub(super) fn insert_sandbox(transaction: &Transaction<'_>, row: &SandboxRow) -> Result<(), Error> {
+pub(super) fn insert_sandbox(transaction: &Transaction<'_>, id: SandboxId) -> Result<(), Error> {
     transaction
-        .prepare_cached(
-            "INSERT INTO sandboxes (id, session_id, activation, claimed, made_at) VALUES (?1, ?2, ?3, ?4, ?5)",
-        )?
-        .execute(params![
-            row.id.to_string(),
-            row.session.to_string(),
-            row.activation as i64,
-            row.claimed,
-            millis(jiff::Timestamp::now())
-        ])?;
+        .prepare_cached("INSERT INTO sandboxes (id, made_at) VALUES (?1, ?2)")?
+        .execute(params![id.to_string(), millis(jiff::Timestamp::now())])?;
     Ok(())
 }
 
-pub(super) fn claim(transaction: &Transaction<'_>, id: SandboxId) -> Result<(), Error> {
-    transaction.prepare_cached("UPDATE sandboxes SET claimed = 1 WHERE id = ?1")?.execute([id.to_string()])?;
+/// Compare and set: what is somebody's stays theirs.
+pub(super) fn claim(transaction: &Transaction<'_>, claim: &Claim) -> Result<(), Error> {
+    let done = transaction
+        .prepare_cached("UPDATE sandboxes SET session_id = ?2, activation = ?3 WHERE id = ?1 AND session_id IS NULL")?
+        .execute(params![claim.sandbox.to_string(), claim.session.to_string(), claim.activation as i64]);
+    match done {
+        Ok(1) => Ok(()),
+        Ok(_) => Err(Error::NotClaimed(claim.sandbox)),
+        // The activation has another one.
+        Err(rusqlite::Error::SqliteFailure(failure, _))
+            if failure.extended_code == rusqlite::ffi::SQLITE_CONSTRAINT_UNIQUE =>
+        {
+            Err(Error::NotClaimed(claim.sandbox))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// Takes back a claim of the same transaction.
+pub(super) fn unclaim(transaction: &Transaction<'_>, id: SandboxId) -> Result<(), Error> {
+    transaction
+        .prepare_cached("UPDATE sandboxes SET session_id = NULL, activation = NULL WHERE id = ?1")?
+        .execute([id.to_string()])?;
     Ok(())
 }
 
@@ -190,12 +210,12 @@ impl Store {
             connection
                 .prepare("SELECT * FROM sandboxes ORDER BY id")?
                 .query_map([], |row| {
-                    Ok(SandboxRow {
-                        id: id(row, "id")?,
-                        session: id(row, "session_id")?,
-                        activation: row.get::<_, i64>("activation")? as u64,
-                        claimed: row.get("claimed")?,
-                    })
+                    let session: Option<String> = row.get("session_id")?;
+                    let claim = match session {
+                        Some(_) => Some((id(row, "session_id")?, row.get::<_, i64>("activation")? as u64)),
+                        None => None,
+                    };
+                    Ok(SandboxRow { id: id(row, "id")?, claim })
                 })?
                 .collect()
         })
@@ -305,5 +325,46 @@ pub(super) mod tests {
         let prune = super::super::Write::Prune { ended_before: 1_764_000_200_002, feed: all, audit: all };
         store.write(prune).await.expect("prune");
         assert_eq!(store.list_sessions(app, Filter { before: None, limit: 9 }).await.expect("list").len(), 3);
+    }
+
+    #[tokio::test]
+    async fn a_sandbox_is_claimed_once_and_an_activation_has_one() {
+        use super::super::Write;
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let (first, second) = (SandboxId::generate(), SandboxId::generate());
+        for id in [first, second] {
+            store.write(Write::NewSandbox(id)).await.expect("new");
+        }
+        let claim = |sandbox, session, activation| Claim { sandbox, session, activation };
+        let sessions: Vec<_> = (0..20).map(|_| SessionId::generate()).collect();
+        let claims = sessions.iter().map(|session| store.write(Write::Claim(claim(first, *session, 1))));
+        let done = futures_util::future::join_all(claims).await;
+        assert_eq!(done.iter().filter(|done| done.is_ok()).count(), 1, "{done:?}");
+        assert!(done.iter().all(|done| matches!(done, Ok(()) | Err(Error::NotClaimed(_)))), "{done:?}");
+        let owner = sessions[done.iter().position(Result::is_ok).expect("one")];
+        let twice = store.write(Write::Claim(claim(second, owner, 1))).await;
+        assert!(matches!(twice, Err(Error::NotClaimed(_))), "an activation has two");
+        let missing = store.write(Write::Claim(claim(SandboxId::generate(), owner, 2))).await;
+        assert!(matches!(missing, Err(Error::NotClaimed(_))), "what nobody made was claimed");
+
+        // With a Session: both or neither.
+        store.write(Write::NewSession(Box::new(row(app, Some("taken".into()))))).await.expect("new");
+        let named = row(app, Some("taken".into()));
+        let on = claim(second, named.id, 1);
+        let refused = store.write(Write::NewSessionOn(Box::new(named), on)).await;
+        assert!(matches!(refused, Err(Error::NameTaken(_))), "{refused:?}");
+        let free = store.sandboxes().expect("rows").into_iter().find(|row| row.id == second).expect("there");
+        assert_eq!(free.claim, None, "the claim of a Session that there is not");
+        let new = row(app, None);
+        let on = claim(first, new.id, 1);
+        let refused = store.write(Write::NewSessionOn(Box::new(new.clone()), on)).await;
+        assert!(matches!(refused, Err(Error::NotClaimed(_))), "{refused:?}");
+        assert!(store.session(app, new.id).await.expect("read").is_none(), "a Session without its Sandbox");
+        let on = claim(second, new.id, 1);
+        store.write(Write::NewSessionOn(Box::new(new.clone()), on)).await.expect("both");
+        let rows = store.sandboxes().expect("rows");
+        assert!(rows.contains(&SandboxRow { id: second, claim: Some((new.id, 1)) }), "{rows:?}");
     }
 }

@@ -3,7 +3,7 @@
 //! One task owns the socket's reading side, one its writing side; a request is a row in a table of waiting ones until its
 //! answer comes, its deadline passes, or the other side is gone.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -56,11 +56,31 @@ struct Table {
     lost: bool,
 }
 
-/// Which slots are taken, by this process' knowledge: those it gave out and those it found.
+/// Which slots are taken, and by whom.
 #[derive(Default)]
 struct Slots {
-    taken: std::collections::BTreeSet<u16>,
+    taken: BTreeMap<u16, Taken>,
     next: u16,
+}
+
+/// How this process knows that a slot is taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Taken {
+    /// It gave the slot out, or adopted its Sandbox.
+    Ours,
+    /// It saw something of an earlier life there.
+    Found,
+}
+
+impl Slots {
+    /// Takes note of a look at the host: what is there, and what no longer is.
+    fn found(&mut self, found: &[Found]) {
+        let there: BTreeSet<u16> = found.iter().map(|one| one.id.slot().number()).collect();
+        self.taken.retain(|slot, taken| *taken == Taken::Ours || there.contains(slot));
+        for slot in there {
+            self.taken.entry(slot).or_insert(Taken::Found);
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -99,11 +119,17 @@ impl Host {
     pub fn new_id(&self) -> Result<SandboxId, Error> {
         let mut slots = lock(&self.0.slots);
         // The next one in turn, not the lowest: uids come back as late as possible.
-        let number = (0..SLOTS).map(|step| (slots.next + step) % SLOTS).find(|number| !slots.taken.contains(number));
+        let number =
+            (0..SLOTS).map(|step| (slots.next + step) % SLOTS).find(|number| !slots.taken.contains_key(number));
         let slot = number.and_then(Slot::new).ok_or(Error::NoSlot(usize::from(SLOTS)))?;
-        slots.taken.insert(slot.number());
+        slots.taken.insert(slot.number(), Taken::Ours);
         slots.next = (slot.number() + 1) % SLOTS;
         Ok(SandboxId::new(slot))
+    }
+
+    /// How many slots are taken, by what this process knows.
+    pub fn slots_taken(&self) -> usize {
+        lock(&self.0.slots).taken.len()
     }
 
     /// Takes what a Sandbox needs before it runs: its directory, cgroup and scratch disk. Whatever comes back, the id must
@@ -150,7 +176,7 @@ impl Host {
     pub async fn found(&self) -> Result<Vec<Found>, Error> {
         match self.ask("found", Request::Found, SLOW).await? {
             (Reply::Found { found }, _) => {
-                lock(&self.0.slots).taken.extend(found.iter().map(|one| one.id.slot().number()));
+                lock(&self.0.slots).found(&found);
                 Ok(found)
             }
             _ => Err(Error::Confused { what: "found" }),
@@ -165,7 +191,7 @@ impl Host {
         match self.ask("adopt", Request::Adopt { id }, QUICK).await? {
             (Reply::Plan { plan }, fds) => {
                 self.note(&plan);
-                lock(&self.0.slots).taken.insert(id.slot().number());
+                lock(&self.0.slots).taken.insert(id.slot().number(), Taken::Ours);
                 Ok((*plan, Keeper::new("adopt", fds)?))
             }
             _ => Err(Error::Confused { what: "adopt" }),
@@ -276,13 +302,22 @@ impl Host {
         }
     }
 
-    /// Asks for a release without waiting: what a `Drop` can do. It is lost when the queue is full; the sweep at the next
-    /// start finds it then.
+    /// Releases without being waited for, again and again until it is done: what a `Drop` can do. The slot is free then,
+    /// as after [`Host::release`]. Outside a runtime nothing can be done: the next start finds it.
     pub(crate) fn release_later(&self, id: SandboxId) {
-        let seq = lock(&self.0.table).number();
-        if let Ok(body) = serde_json::to_vec(&Asked { seq, request: Request::Release { id } }) {
-            let _ = self.0.out.try_send(body);
-        }
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let host = self.clone();
+        runtime.spawn(async move {
+            let mut pause = Duration::from_millis(500);
+            while !host.is_leaving() {
+                match host.release(id).await {
+                    Ok(()) | Err(Error::Lost) => return,
+                    Err(error) => tracing::warn!(sandbox = %id, %error, "not everything was given back; trying again"),
+                }
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(Duration::from_secs(60));
+            }
+        });
     }
 
     /// Gives back everything that carries this instance's tag and is not one of `keep`.
@@ -290,10 +325,13 @@ impl Host {
     /// # Errors
     /// The host's directories cannot be read; what could not be removed is in the answer.
     pub async fn sweep(&self, keep: &[SandboxId]) -> Result<Vec<Leftover>, Error> {
-        match self.ask("sweep", Request::Sweep { keep: keep.to_vec() }, SLOW).await? {
-            (Reply::Leftovers { left }, _) => Ok(left),
-            _ => Err(Error::Confused { what: "sweep" }),
-        }
+        let left = match self.ask("sweep", Request::Sweep { keep: keep.to_vec() }, SLOW).await? {
+            (Reply::Leftovers { left }, _) => left,
+            _ => return Err(Error::Confused { what: "sweep" }),
+        };
+        // What is gone no longer has its slot.
+        self.found().await?;
+        Ok(left)
     }
 
     /// From now on a dropped Sandbox is left running: this life of pepod ends, and the next one adopts them. To be called
