@@ -242,6 +242,8 @@ pub mod process {
     pub const HOST: &str = "pepo-host";
     /// A Sandbox's keeper.
     pub const KEEPER: &str = "pepo-keeper";
+    /// A Sandbox's relay.
+    pub const RELAY: &str = "pepo-relay";
     /// A builder of root file systems.
     pub const BUILD: &str = "pepo-build";
 }

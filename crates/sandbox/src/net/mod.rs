@@ -33,6 +33,7 @@ pub mod address;
 pub mod dns;
 pub mod name;
 pub mod policy;
+pub mod relay;
 
 pub use name::{HostName, Pattern};
 pub use policy::{Cidr, Compiled, Floor, Mode, Policy, Protocol, Rule, RuleNumber, Target};

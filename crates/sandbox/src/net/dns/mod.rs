@@ -19,7 +19,7 @@ mod question;
 mod resolver;
 mod server;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use std::fmt;
 use std::net::Ipv4Addr;

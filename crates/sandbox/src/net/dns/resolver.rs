@@ -214,14 +214,15 @@ impl<S: Source, D: Doors> Resolver<S, D> {
         }
     }
 
-    /// Whether one of the addresses of some name of these rules is this one, now.
-    pub fn gave(&self, address: Ipv4Addr, rules: &[RuleNumber]) -> bool {
+    /// The rules by which that address is open now, as far as this life of the resolver opened it.
+    pub fn opened_by(&self, address: Ipv4Addr) -> Vec<RuleNumber> {
         let (scope, now) = (self.scope(), Instant::now());
-        lock(&self.known).iter().any(|(name, known)| {
-            known.until > now
-                && known.addresses.contains(&address)
-                && scope.rules(name).is_ok_and(|others| others.iter().any(|rule| rules.contains(rule)))
-        })
+        let known = lock(&self.known);
+        let names = known.iter().filter(|(_, known)| known.until > now && known.addresses.contains(&address));
+        let mut rules: Vec<RuleNumber> = names.flat_map(|(name, _)| scope.rules(name).unwrap_or_default()).collect();
+        rules.sort_unstable();
+        rules.dedup();
+        rules
     }
 
     /// Counts and tells a refusal.
