@@ -18,6 +18,7 @@ mod lines;
 mod question;
 mod resolver;
 mod server;
+pub mod servers;
 #[cfg(test)]
 pub(crate) mod tests;
 

@@ -24,7 +24,7 @@ fn wanted(_: &TcpStream) -> io::Result<SocketAddrV4> {
 struct Bench {
     relay: SocketAddr,
     server: TcpListener,
-    words: RefCell<tokio::sync::mpsc::UnboundedReceiver<Word>>,
+    words: tokio::sync::Mutex<tokio::sync::mpsc::UnboundedReceiver<Word>>,
     desk: Rc<Desk>,
     _place: tempfile::TempDir,
 }
@@ -60,7 +60,7 @@ async fn bench() -> Bench {
     let relay = listener.local_addr().expect("address");
     let desk = Desk::new(control, wanted);
     tokio::task::spawn_local(Rc::clone(&desk).accept(listener));
-    Bench { relay, server, words: RefCell::new(words), desk, _place: place }
+    Bench { relay, server, words: tokio::sync::Mutex::new(words), desk, _place: place }
 }
 
 impl Bench {
@@ -74,7 +74,7 @@ impl Bench {
     }
 
     async fn word(&self) -> Word {
-        within(self.words.borrow_mut().recv()).await.expect("a word")
+        within(self.words.lock().await.recv()).await.expect("a word")
     }
 
     /// Why the next connection that is barred is.
