@@ -55,7 +55,15 @@ pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
     match split().context("cannot split")? {
         Split::Host { socket, daemon } => {
             drop((operator, edge_socket, ready));
-            let host = HostConfig { instance, daemon, daemon_uid: pepo.uid, vsock_device: None, qemu: None, mkfs };
+            let host = HostConfig {
+                instance,
+                daemon,
+                daemon_uid: pepo.uid,
+                vsock_device: None,
+                qemu: None,
+                firecracker: None,
+                mkfs,
+            };
             let ended = pepo_sandbox::host::run(socket, host);
             places::unbind(&places);
             Ok(ExitCode::from(ended.context("the privileged side failed")?))

@@ -179,6 +179,14 @@ impl Active {
         self.claim.host().usage(self.id()).await
     }
 
+    /// What the guest last said of its own memory, where its VMM asks: `None` under QEMU, and until it has said something.
+    ///
+    /// # Errors
+    /// As [`Host::evidence`].
+    pub async fn guest_memory(&self) -> Result<Option<crate::vmm::firecracker::GuestMemory>, host::Error> {
+        Ok(self.claim.host().evidence(self.id()).await?.memory)
+    }
+
     /// What its console printed last.
     ///
     /// # Errors

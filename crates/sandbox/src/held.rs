@@ -12,7 +12,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -178,6 +178,51 @@ impl Place {
             return Err(io::ErrorKind::NotFound.into());
         }
         Ok(pidfd)
+    }
+
+    /// A directory in the root of a Sandbox's keeper, which only its own mount namespace has. The root is looked at through
+    /// the keeper's entry in /proc, and the keeper is seen to live afterwards: so it was its root, and not that of a later
+    /// process of the same number.
+    ///
+    /// # Errors
+    /// `NotFound` when the keeper does not run; the file system's.
+    pub fn open_in_keeper(&self, id: SandboxId, name: &str) -> io::Result<OwnedFd> {
+        let record: KeeperRecord = self.read(id, file::KEEPER).map_err(|_| io::ErrorKind::NotFound)?;
+        let keeper = self.keeper(id)?;
+        let root = format!("/proc/{}/root", record.pid);
+        let flags = OFlags::DIRECTORY | OFlags::PATH | OFlags::CLOEXEC;
+        let root = rustix::fs::open(root, flags, Mode::empty())?;
+        if proc::has_ended(keeper.as_fd()) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        Ok(rustix::fs::openat2(&root, name, flags, Mode::empty(), resolve)?)
+    }
+
+    /// Gives a nameless file a name in the Sandbox's directory, owned by that uid, and opens it by it: only what has a name
+    /// can be mounted. [`Place::unname`] takes it away again.
+    ///
+    /// # Errors
+    /// The file system's; one without nameless files cannot name them either.
+    pub fn name(&self, id: SandboxId, name: &str, file: &File, owner: u32) -> io::Result<OwnedFd> {
+        let directory = self.open_directory(id)?;
+        let (uid, gid) = (rustix::fs::Uid::from_raw(owner), rustix::fs::Gid::from_raw(owner));
+        rustix::fs::fchown(file, Some(uid), Some(gid))?;
+        let nameless = format!("/proc/self/fd/{}", file.as_raw_fd());
+        rustix::fs::linkat(rustix::fs::CWD, nameless, &directory, name, AtFlags::SYMLINK_FOLLOW)?;
+        self.open_at(id, name, OFlags::RDWR)
+    }
+
+    /// Takes a name away. One that is not there is taken.
+    ///
+    /// # Errors
+    /// The file system's.
+    pub fn unname(&self, id: SandboxId, name: &str) -> io::Result<()> {
+        match rustix::fs::unlinkat(self.open_directory(id)?, name, AtFlags::empty()) {
+            Ok(()) | Err(rustix::io::Errno::NOENT) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
     }
 
     /// Claims the slot by making the directory, and writes the Plan into it.

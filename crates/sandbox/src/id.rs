@@ -260,9 +260,13 @@ pub mod file {
     pub const EXIT: &str = "exit.json";
     /// In it: the console's last bytes.
     pub const CONSOLE: &str = "console";
+    /// In it: what the guest last said of its memory, where its VMM asks.
+    pub const MEMORY: &str = "memory.json";
+    /// The scratch disk of a VMM that takes paths, while it starts: from then on it has no name.
+    pub const SCRATCH: &str = "scratch";
     /// The vsock device's own directory.
     pub const VSOCK: &str = "vsock";
-    /// An empty directory over which the keeper mounts what its VMM boots from, in its own namespace.
+    /// An empty directory over which the keeper mounts what its VMM boots from, or its root, in its own namespace.
     pub const BOOT: &str = "boot";
 }
 

@@ -18,7 +18,11 @@
 //! exec                                        once: see `filter`
 //! ```
 //! Namespaces for pids, network, ipc and host name are the keeper's, entered before it calls [`launch`]; the jail adds
-//! the mounts. Caller: the keeper, for the VMM and the stream device. (A builder has to be root of something and reach the
+//! the mounts.
+//!
+//! A VMM that comes with a jailer of its own ([`Entry::Official`]) is started by that: then the program is the jailer, the
+//! steps for mounts and user are left to it, and the others are made around it, with the seven capabilities it needs and
+//! none that it could hand on ([`crate::rights::lend`]). Caller: the keeper, for the VMM and the stream device. (A builder has to be root of something and reach the
 //! network, so it has a room of another kind: `builder`.)
 
 use std::convert::Infallible;
@@ -68,7 +72,11 @@ pub struct Spec {
     pub env: Vec<(String, String)>,
     /// User and group id, at least [`LOWEST_UID`]; supplementary groups are none.
     pub uid: u32,
-    /// Host directory that becomes `/`: bound once, read-only, nosuid, nodev. Only root may have write access to it.
+    /// Who makes its root and takes its rights away.
+    #[serde(default)]
+    pub entry: Entry,
+    /// Host directory that becomes `/`: bound once, read-only, nosuid, nodev. Only root may have write access to it. Not used
+    /// with [`Entry::Official`].
     pub root: PathBuf,
     /// What else is seen, bound over something that exists in the root.
     #[serde(default)]
@@ -81,6 +89,18 @@ pub struct Spec {
     pub filter: Filter,
     /// How readily the kernel kills it when memory ends, 0 to 1000. Can only be raised.
     pub oom_score_adj: i16,
+}
+
+/// Who makes a program's root and takes its rights away.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Entry {
+    /// This launcher.
+    #[default]
+    Ours,
+    /// The jailer that the program's authors made for it; it is what this launcher executes. It closes every descriptor
+    /// from 3 on, so the program gets paths in its root instead.
+    Official,
 }
 
 /// A directory or file of the host seen inside the root.
@@ -231,9 +251,18 @@ pub fn enter(spec: &Spec) -> Result<Infallible, Error> {
 
     spec.detach()?;
     spec.arrange_descriptors().map_err(|source| spec.wall("arrange descriptors", source))?;
-    spec.change_root()?;
-    spec.set_limits()?;
-    spec.drop_rights()?;
+    match spec.entry {
+        Entry::Ours => {
+            spec.change_root()?;
+            spec.set_limits()?;
+            spec.drop_rights()?;
+        }
+        Entry::Official => {
+            spec.set_limits()?;
+            crate::rights::lend(crate::rights::JAILER)
+                .map_err(|source| spec.wall("lend the jailer its capabilities", source))?;
+        }
+    }
     let page = sys::exec_path_page(filter::PATH_ADDRESS, program);
     page.map_err(|source| spec.wall("map the path of the program", source))?;
     for program in &filters {
@@ -265,6 +294,13 @@ impl Spec {
             if !path.is_absolute() || !path.components().all(plain) {
                 return Err(self.refuse(format!("{} is not a plain absolute path", path.display())));
             }
+        }
+        if (self.entry == Entry::Official) != (self.filter == Filter::Official)
+            || self.entry == Entry::Official && (!self.binds.is_empty() || self.descriptors.iter().any(|fd| fd.to > 2))
+        {
+            return Err(self.refuse(
+                "an official jailer takes neither our binds nor descriptors above 2, and has a filter of its own",
+            ));
         }
         if let Some(bind) = self.binds.iter().find(|bind| bind.target == Path::new("/")) {
             return Err(self.refuse(format!("{} would cover the root", bind.source.display())));
@@ -436,6 +472,7 @@ mod tests {
             argv: vec!["probe".to_owned()],
             env: Vec::new(),
             uid: 0x7000_0000,
+            entry: Entry::Ours,
             root: "/srv/closure".into(),
             binds: vec![Bind { source: "/srv/run".into(), target: "/run".into(), access: Access::Writable }],
             descriptors: vec![Descriptor { from: 5, to: 3 }, Descriptor { from: 3, to: 5 }],
@@ -455,7 +492,16 @@ mod tests {
     #[test]
     fn what_would_weaken_the_jail_is_refused_before_anything_happens() {
         type Change = fn(&mut Spec);
-        let refused: [(&str, Change); 9] = [
+        let refused: [(&str, Change); 12] = [
+            ("our binds under an official jailer", |spec| {
+                (spec.entry, spec.filter) = (Entry::Official, Filter::Official);
+                spec.descriptors.clear();
+            }),
+            ("descriptors that an official jailer closes", |spec| {
+                (spec.entry, spec.filter) = (Entry::Official, Filter::Official);
+                spec.binds.clear();
+            }),
+            ("the wide filter for a jail of ours", |spec| spec.filter = Filter::Official),
             ("root", |spec| spec.uid = 0),
             ("a system user", |spec| spec.uid = 65_535),
             ("keep my uid", |spec| spec.uid = u32::MAX),

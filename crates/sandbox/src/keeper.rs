@@ -8,9 +8,12 @@
 //! ```text
 //! order ─▶ join the cgroup ─▶ namespaces ─▶ vsock device ─▶ VMM ─▶ give up all rights ─▶ "running" ─▶ keep ─▶ exit.json
 //! ```
+//! Firecracker has its streams within, comes with a jailer, and is told over an API: [`official`]. Its guest begins after
+//! the rights are gone.
 
 mod console;
 mod filter;
+mod official;
 mod record;
 mod start;
 mod watch;
@@ -54,10 +57,28 @@ pub(crate) struct Order {
     pub boot: Boot,
     /// The rate of this machine's time stamp counter, in kHz.
     pub tsc_khz: Option<u64>,
-    /// The VMM.
-    pub qemu: Closure,
-    /// The vsock device.
-    pub vsock_device: Closure,
+    /// What runs it.
+    pub programs: Programs,
+}
+
+/// The foreign programs of a Sandbox.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Programs {
+    /// QEMU; the first four descriptors are files.
+    Qemu {
+        /// The VMM.
+        qemu: Closure,
+        /// The vsock device.
+        vsock_device: Closure,
+    },
+    /// Firecracker; the first four descriptors are trees to be mounted.
+    Firecracker {
+        /// The VMM with its jailer.
+        firecracker: Closure,
+        /// What the jailer is to call it: 32 hex digits.
+        id: String,
+    },
 }
 
 /// Descriptors in an [`Order`] before the doors.

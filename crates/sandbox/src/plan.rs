@@ -9,6 +9,8 @@ use std::fmt;
 use serde::{Deserialize, Serialize};
 
 use crate::id::SandboxId;
+use crate::jail::Entry;
+use crate::vmm::{Caps, Streams, firecracker, qemu};
 
 /// Memory of a guest in MiB. Below 128 the default kernel with its initramfs does not come up.
 pub const MEMORY_MIB: std::ops::RangeInclusive<u32> = 128..=1_048_576;
@@ -90,9 +92,38 @@ impl From<StatePath> for String {
 pub enum Vmm {
     /// QEMU's `microvm` in software emulation.
     Qemu,
+    /// Firecracker on hardware virtualization.
+    Firecracker,
     /// The guest agent as a host process: for tests of everything above.
     #[cfg(feature = "fake")]
     Fake,
+}
+
+impl Vmm {
+    /// What it can, and how it is handled.
+    pub fn caps(self) -> Caps {
+        match self {
+            Vmm::Qemu => Caps {
+                name: "qemu",
+                entry: Entry::Ours,
+                streams: Streams::Beside,
+                max_cpus: *CPUS.end(),
+                overhead_mib: qemu::OVERHEAD_MIB,
+                // A main loop, a worker pool of up to 64, an RCU thread; the stream device about 8; the keeper.
+                threads: 128,
+            },
+            Vmm::Firecracker => Caps {
+                name: "firecracker",
+                entry: Entry::Official,
+                streams: Streams::Within,
+                max_cpus: firecracker::MAX_CPUS,
+                overhead_mib: firecracker::OVERHEAD_MIB,
+                threads: firecracker::THREADS,
+            },
+            #[cfg(feature = "fake")]
+            Vmm::Fake => Caps { name: "fake", overhead_mib: 0, ..Vmm::Qemu.caps() },
+        }
+    }
 }
 
 /// One Sandbox to be.
@@ -124,7 +155,7 @@ impl Plan {
     /// The first number outside its range.
     pub fn check(&self) -> Result<(), Error> {
         within("memory_mib", self.memory_mib, &MEMORY_MIB)?;
-        within("cpus", self.cpus, &CPUS)?;
+        within("cpus", self.cpus, &(*CPUS.start()..=self.vmm.caps().max_cpus))?;
         within("disk_mib", self.disk_mib, &DISK_MIB)
     }
 }
@@ -163,6 +194,8 @@ mod tests {
         {
             assert!(Plan { memory_mib, cpus, disk_mib, ..plan() }.check().is_err(), "{memory_mib} {cpus} {disk_mib}");
         }
+        assert!(Plan { vmm: Vmm::Firecracker, cpus: 32, ..plan() }.check().is_ok());
+        assert!(Plan { vmm: Vmm::Firecracker, cpus: 33, ..plan() }.check().is_err(), "its API ends at 32");
     }
 
     #[test]

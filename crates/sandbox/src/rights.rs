@@ -23,6 +23,43 @@ pub const HOST: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::SYS_CHROOT)
     .union(CapabilitySet::SYS_PTRACE);
 
+/// What an official jailer needs: nodes for devices, a root, a user. Part of [`HOST`].
+pub const JAILER: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::MKNOD)
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::SYS_ADMIN);
+
+/// Lends capabilities to the program that this process is about to become, as root, and to none after it: they are
+/// ambient, so that they survive one exec as root without being root's by right, and go when that program changes its
+/// user; the bounding set is empty, so that nothing brings any back. What stays inheritable is worth nothing without a
+/// file that has capabilities, and no_new_privs makes those worthless too. The order is the kernel's: the inheritable
+/// set can be filled only while the bounding set still allows it.
+///
+/// # Errors
+/// The kernel refuses a step; the process must not go on.
+pub fn lend(lent: CapabilitySet) -> io::Result<()> {
+    use rustix::thread::CapabilitiesSecureBits as Bits;
+    let had = rustix::thread::capabilities(None)?;
+    if !had.permitted.contains(lent) {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    rustix::thread::set_capabilities_secure_bits(Bits::NO_ROOT | Bits::NO_ROOT_LOCKED)?;
+    rustix::thread::set_capabilities(None, CapabilitySets { inheritable: lent, ..had })?;
+    rustix::thread::clear_ambient_capability_set()?;
+    for one in lent.iter() {
+        rustix::thread::configure_capability_in_ambient_set(one, true)?;
+    }
+    drop_bounding_set(CapabilitySet::empty())?;
+    let bits = Bits::NO_ROOT | Bits::NO_ROOT_LOCKED | Bits::NO_CAP_AMBIENT_RAISE | Bits::NO_CAP_AMBIENT_RAISE_LOCKED;
+    rustix::thread::set_capabilities_secure_bits(bits)?;
+    rustix::thread::set_capabilities(None, CapabilitySets { effective: lent, permitted: lent, inheritable: lent })?;
+    rustix::thread::set_no_new_privs(true)?;
+    Ok(())
+}
+
 /// Leaves `kept` (as far as it is there) in the permitted, effective and bounding sets and nothing anywhere else. Of the
 /// calling thread: called before there is another.
 ///

@@ -43,6 +43,7 @@ fn main() -> std::process::ExitCode {
                 daemon_uid: rustix::process::geteuid().as_raw(),
                 vsock_device: None,
                 qemu: None,
+                firecracker: None,
                 mkfs: "/nowhere".into(),
             };
             let code = run(socket, config).unwrap();

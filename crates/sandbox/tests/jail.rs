@@ -102,7 +102,7 @@ impl House {
         let state = tempfile::Builder::new().prefix("pepo-jail-").tempdir_in("/var/tmp")?;
         // Where `make` stages the programs; else where they are installed.
         let staged = std::env::var_os("PEPO_E2E_BIN").map(|stage| Path::new(&stage).join("vhost-device-vsock"));
-        let sources = Sources { qemu: None, vsock_device: staged };
+        let sources = Sources { vsock_device: staged, ..Sources::default() };
         let real = closure::prepare(state.path(), &sources)?;
         let with_probe = |closure: &Closure| -> Result<Closure, Box<dyn Error>> {
             let root = state.path().join(format!("probe-{}", &closure.digest));

@@ -234,11 +234,12 @@ impl Host {
     /// [`Refusal::NotThere`].
     pub async fn evidence(&self, id: SandboxId) -> Result<Evidence, Error> {
         match self.ask("evidence", Request::Evidence { id }, QUICK).await? {
-            (Reply::Evidence { exit, console }, fds) => {
+            (Reply::Evidence { exit, console, memory }, fds) => {
                 let mut fds = fds.into_iter();
                 let exit = exit.then(|| fds.next()).flatten();
                 let console = console.then(|| fds.next()).flatten();
-                Ok(Evidence::new(exit, console))
+                let memory = memory.then(|| fds.next()).flatten();
+                Ok(Evidence::new(exit, console, memory))
             }
             _ => Err(Error::Confused { what: "evidence" }),
         }

@@ -39,6 +39,8 @@ pub struct HostConfig {
     pub vsock_device: Option<PathBuf>,
     /// `qemu-system-x86_64`; `None` is where the distribution puts it.
     pub qemu: Option<PathBuf>,
+    /// The directory of `firecracker` and `jailer`; `None` is where there are none.
+    pub firecracker: Option<PathBuf>,
     /// `mkfs.ext4`.
     pub mkfs: PathBuf,
 }

@@ -87,10 +87,11 @@ pub(crate) enum Reply {
     Found {
         found: Vec<Found>,
     },
-    /// Which of the two files the descriptors are, in this order.
+    /// Which of the three files the descriptors are, in this order.
     Evidence {
         exit: bool,
         console: bool,
+        memory: bool,
     },
     Usage {
         usage: Usage,

@@ -12,21 +12,23 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
+use rustix::mount::OpenTreeFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
 use super::{Refusal, Usage};
+#[cfg(feature = "fake")]
+use crate::boot::Step;
 use crate::cgroup::{self, Limits};
 use crate::chain;
 use crate::held::{KeeperRecord, Place};
 use crate::id::{SandboxId, file, process};
-use crate::keeper::{FIXED_FDS, Order, Said, connect};
-use crate::plan::{Plan, StatePath};
-use crate::vmm::closure::{self, Programs, Sources};
-use crate::vmm::{Boot, clock, qemu, vsock};
-#[cfg(feature = "fake")]
-use crate::{boot::Step, plan::Vmm};
+use crate::jail::Entry;
+use crate::keeper::{self, FIXED_FDS, Order, Said, connect};
+use crate::plan::{Plan, StatePath, Vmm};
+use crate::vmm::closure::{self, Closure, Programs, Sources};
+use crate::vmm::{Boot, Streams, clock, firecracker, vsock};
 use crate::{disk, proc, sys};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
@@ -35,10 +37,6 @@ const BESIDE_MIB: u64 = 64;
 /// Processor time beside the virtual processors', half of one: the VMM's main loop, the vsock device and the keeper work
 /// while the guest does, and a guest whose own processor had to pay for its disk and streams would get less than it was given.
 const BESIDE_CPU_US: u64 = cgroup::PERIOD_US / 2;
-
-/// Processes and threads of a Sandbox beside its virtual processors: QEMU has a main loop, a worker pool of up to 64, and
-/// an RCU thread; the device about 8; and the keeper.
-const BESIDE_THREADS: u64 = 128;
 
 /// The word of the kernel's command line without which our guest agent does not act on the machine it runs on.
 const GUEST: &str = "pepo.guest=1";
@@ -60,10 +58,24 @@ pub(super) struct Work {
     pub state_path: PathBuf,
     daemon_uid: u32,
     sources: Sources,
-    programs: Mutex<Option<Programs>>,
+    copies: Mutex<Copies>,
     /// Held from the look at a slot to its claim, so that no two get one.
     claims: Mutex<()>,
     mkfs: PathBuf,
+}
+
+/// Foreign programs as they were copied for jails.
+#[derive(Debug, Default)]
+struct Copies {
+    qemu: Option<Programs>,
+    firecracker: Option<Closure>,
+}
+
+impl Copies {
+    fn digests(&self) -> Vec<&str> {
+        let qemu = self.qemu.iter().flat_map(|programs| [&programs.qemu, &programs.vsock_device]);
+        qemu.chain(&self.firecracker).map(|closure| closure.digest.as_str()).collect()
+    }
 }
 
 /// What was made for a Sandbox and is still in this process' hands.
@@ -115,14 +127,18 @@ impl Work {
         let state = rustix::fs::open(config.instance.state(), flags, Mode::empty())?;
         // Measured while nobody waits for it.
         std::thread::spawn(clock::tsc_khz);
-        let sources = Sources { qemu: config.qemu.clone(), vsock_device: config.vsock_device.clone() };
+        let sources = Sources {
+            qemu: config.qemu.clone(),
+            vsock_device: config.vsock_device.clone(),
+            firecracker: config.firecracker.clone(),
+        };
         Ok(Work {
             place,
             state,
             state_path: config.instance.state().to_owned(),
             daemon_uid: config.daemon_uid,
             sources,
-            programs: Mutex::new(None),
+            copies: Mutex::default(),
             claims: Mutex::default(),
             mkfs: config.mkfs.clone(),
         })
@@ -142,16 +158,22 @@ impl Work {
                 return self.prepare_fake(plan);
             }
         }
-        self.programs()?;
+        let caps = plan.vmm.caps();
+        self.programs(plan)?;
         let kernel = self.file(&plan.kernel, Readers::Jailed)?;
         let initramfs = self.file(&plan.initramfs, Readers::Jailed)?;
-        let root = self.file(&plan.root, Readers::Us)?;
+        let readers = match caps.entry {
+            Entry::Ours => Readers::Us,
+            // It opens the file by its path in the root.
+            Entry::Official => Readers::Jailed,
+        };
+        let root = self.file(&plan.root, readers)?;
         self.claim(plan)?;
         going_on()?;
         let limits = Limits {
-            memory_bytes: (u64::from(plan.memory_mib) + u64::from(qemu::OVERHEAD_MIB) + BESIDE_MIB) << 20,
+            memory_bytes: (u64::from(plan.memory_mib) + u64::from(caps.overhead_mib) + BESIDE_MIB) << 20,
             cpu_us: u64::from(plan.cpus) * cgroup::PERIOD_US + BESIDE_CPU_US,
-            pids: u64::from(plan.cpus) + BESIDE_THREADS,
+            pids: u64::from(plan.cpus) + caps.threads,
         };
         self.place
             .cgroups
@@ -191,14 +213,14 @@ impl Work {
         if lane.cancelled.load(Ordering::Acquire) {
             return Err(Refusal::Released { id });
         }
-        let programs = self.programs()?;
+        let plan = &prepared.plan;
+        let programs = self.programs(plan)?;
         let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
         let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
         let oom = leaf.oom_file().map_err(|error| failed("open the cgroup", error))?;
         let keep =
             self.place.open_at(id, file::KEEP, OFlags::DIRECTORY).map_err(|error| failed("open a directory", error))?;
         let uids = self.place.block.uids(id.slot());
-        let plan = &prepared.plan;
         let order = Order {
             directory: self.place.directory(id),
             state: self.state_path.clone(),
@@ -218,8 +240,7 @@ impl Work {
                 uid: uids.vmm,
             },
             tsc_khz: clock::tsc_khz(),
-            qemu: programs.qemu,
-            vsock_device: programs.vsock_device,
+            programs,
         };
         let (socket, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
@@ -227,12 +248,25 @@ impl Work {
         let pid = spawn(theirs).map_err(|error| failed("start the keeper", error))?;
         let keeper = self.record(id, pid)?;
         made.keeper = Some(keeper.try_clone().map_err(|error| failed("hold the keeper", error))?);
-        let fixed = [prepared.kernel.as_fd(), prepared.initramfs.as_fd(), prepared.root.as_fd(), prepared.disk.as_fd()];
+        let files = [&prepared.kernel, &prepared.initramfs, &prepared.root, &prepared.disk];
+        let trees = match plan.vmm.caps().entry {
+            Entry::Ours => Vec::new(),
+            Entry::Official => {
+                let named = self.place.name(id, file::SCRATCH, &prepared.disk, uids.vmm);
+                let disk = named.map_err(|error| failed("name the scratch disk", error))?;
+                vec![tree(&prepared.kernel)?, tree(&prepared.initramfs)?, tree(&prepared.root)?, tree(disk)?]
+            }
+        };
+        let fixed = match &trees[..] {
+            [kernel, initramfs, root, disk] => [kernel, initramfs, root, disk].map(AsFd::as_fd),
+            _ => files.map(AsFd::as_fd),
+        };
         let fixed: [_; FIXED_FDS] = [fixed[0], fixed[1], fixed[2], fixed[3], keep.as_fd(), oom.as_fd()];
         let fds: Vec<_> = fixed.into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
         wire::send(socket.as_fd(), &order, &fds).map_err(|error| failed("order the keeper", error))?;
-        drop(prepared);
+        drop((prepared, trees));
         self.wait_for(id, &socket, lane)?;
+        self.place.unname(id, file::SCRATCH).map_err(|error| failed("take the scratch disk's name", error))?;
         Ok(keeper)
     }
 
@@ -277,9 +311,16 @@ impl Work {
             return self.connect_fake(id);
         }
         let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
-        let directory =
-            self.place.open_at(id, file::VSOCK, OFlags::DIRECTORY).map_err(|_| not_there("is not there"))?;
-        match connect(directory.as_fd(), vsock::STREAM_SOCKET, self.place.block.uids(id.slot()).vsock) {
+        let uids = self.place.block.uids(id.slot());
+        let plan: Plan = self.place.read(id, file::PLAN).map_err(|_| not_there("is not there"))?;
+        let (directory, socket, uid) = match plan.vmm.caps().streams {
+            Streams::Beside => {
+                (self.place.open_at(id, file::VSOCK, OFlags::DIRECTORY), vsock::STREAM_SOCKET, uids.vsock)
+            }
+            Streams::Within => (self.place.open_in_keeper(id, firecracker::RUN), firecracker::STREAM_SOCKET, uids.vmm),
+        };
+        let directory = directory.map_err(|_| not_there("does not run"))?;
+        match connect(directory.as_fd(), socket, uid) {
             Ok(stream) => Ok(stream),
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(failed("connect", error)),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
@@ -296,7 +337,7 @@ impl Work {
         Ok((plan, keeper))
     }
 
-    /// The keeper's two files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
+    /// The keeper's files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
     pub fn evidence(&self, id: SandboxId) -> (Reply, Vec<OwnedFd>) {
         let uid = self.place.block.uids(id.slot()).keeper;
         #[cfg(feature = "fake")]
@@ -307,9 +348,9 @@ impl Work {
             let stat = rustix::fs::fstat(&fd).ok()?;
             (FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile && stat.st_uid == uid).then_some(fd)
         };
-        let (exit, console) = (open(file::EXIT), open(file::CONSOLE));
-        let reply = Reply::Evidence { exit: exit.is_some(), console: console.is_some() };
-        (reply, exit.into_iter().chain(console).collect())
+        let (exit, console, memory) = (open(file::EXIT), open(file::CONSOLE), open(file::MEMORY));
+        let reply = Reply::Evidence { exit: exit.is_some(), console: console.is_some(), memory: memory.is_some() };
+        (reply, exit.into_iter().chain(console).chain(memory).collect())
     }
 
     pub fn usage(&self, id: SandboxId) -> Result<Usage, Refusal> {
@@ -321,31 +362,45 @@ impl Work {
         leaf.usage().map_err(|error| Refusal::NotThere { id, state: format!("cannot be measured ({})", chain(&error)) })
     }
 
-    /// The closures of VMM and vsock device, made at the first request.
-    fn programs(&self) -> Result<Programs, Refusal> {
-        let mut programs = self.programs.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(programs) = &*programs {
-            return Ok(programs.clone());
-        }
-        let made = closure::prepare(&self.place.path, &self.sources).map_err(|error| match error {
+    /// The programs that run a Plan, copied at the first request.
+    fn programs(&self, plan: &Plan) -> Result<keeper::Programs, Refusal> {
+        let mut copies = self.copies.lock().unwrap_or_else(PoisonError::into_inner);
+        let copied = |error| match error {
             closure::Error::Missing { program, .. } => Refusal::Missing {
                 what: program.to_owned(),
                 hint: match program {
                     "qemu-system-x86_64" => "install the package qemu-system-x86".to_owned(),
-                    _ => "install it with cargo, as `make` does".to_owned(),
+                    "vhost-device-vsock" => "install it with cargo, as `make` does".to_owned(),
+                    _ => "sudo pepo setup".to_owned(),
                 },
             },
             error => failed("copy the VMM", error),
-        })?;
+        };
+        let (programs, new) = match (plan.vmm, &mut *copies) {
+            (Vmm::Firecracker, Copies { firecracker, .. }) => {
+                let new = firecracker.is_none();
+                let made = match firecracker {
+                    Some(made) => made,
+                    None => firecracker.insert(closure::firecracker(&self.place.path, &self.sources).map_err(copied)?),
+                };
+                (keeper::Programs::Firecracker { firecracker: made.clone(), id: plan.id.hex() }, new)
+            }
+            (_, Copies { qemu, .. }) => {
+                let new = qemu.is_none();
+                let made = match qemu {
+                    Some(made) => made,
+                    None => qemu.insert(closure::prepare(&self.place.path, &self.sources).map_err(copied)?),
+                };
+                let Programs { qemu, vsock_device } = made.clone();
+                (keeper::Programs::Qemu { qemu, vsock_device }, new)
+            }
+        };
         // Those of an earlier release go when nothing runs in them.
-        if self.place.all().is_ok_and(|ids| ids.is_empty())
-            && let Err(error) =
-                closure::remove_unused(&self.place.path, &[&made.qemu.digest, &made.vsock_device.digest])
-        {
-            return Err(failed("remove an old copy of the VMM", error));
+        if new && self.place.all().is_ok_and(|ids| ids.is_empty()) {
+            closure::remove_unused(&self.place.path, &copies.digests())
+                .map_err(|error| failed("remove an old copy of the VMM", error))?;
         }
-        *programs = Some(made.clone());
-        Ok(made)
+        Ok(programs)
     }
 
     /// Opens a file of a Plan: below the state directory, through no link, regular, pepod's own, and no one else's to write.
@@ -400,6 +455,12 @@ enum Readers {
     Us,
     /// A process in a jail.
     Jailed,
+}
+
+/// A file as a tree that can be mounted in another namespace, whatever its path is by then.
+fn tree(file: impl AsFd) -> Result<OwnedFd, Refusal> {
+    let flags = OpenTreeFlags::AT_EMPTY_PATH | OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+    rustix::mount::open_tree(file, "", flags).map_err(|error| failed("take a file's tree", error))
 }
 
 /// Starts a keeper as the first process of a new pid namespace, on a thread that is thrown away: a thread that has left the

@@ -14,8 +14,9 @@ use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit};
 
-use super::watch::{Kept, Program};
-use super::{Error, FIXED_FDS, Order, tried};
+use super::official::{self, Trees};
+use super::watch::{Control, Kept, Program};
+use super::{Error, FIXED_FDS, Order, Programs, tried};
 use crate::cgroup;
 use crate::chain;
 use crate::host::wire;
@@ -31,7 +32,7 @@ use crate::vmm::{Descriptors, clock, qemu, vsock};
 const LAUNCHER: &str = "/proc/self/exe";
 
 /// How long the vsock device may take to listen: a start of 20 ms, on a machine with twenty others starting.
-const LISTEN_WITHIN: Duration = Duration::from_secs(20);
+pub(super) const LISTEN_WITHIN: Duration = Duration::from_secs(20);
 
 /// The largest file a keeper writes: its console ring has 256 KiB, its record a few.
 const LARGEST_FILE: u64 = 1 << 20;
@@ -40,7 +41,7 @@ const LARGEST_FILE: u64 = 1 << 20;
 const OPEN_FILES: u64 = 64;
 
 /// How long between two looks for its socket.
-const LOOK: Duration = Duration::from_millis(2);
+pub(super) const LOOK: Duration = Duration::from_millis(2);
 
 /// Takes the order and carries it out.
 pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
@@ -55,14 +56,44 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     join(fds, &order)?;
     namespaces()?;
     clock::measured(order.tsc_khz);
-    order.boot.kernel = mount_file(&order, &order.kernel, "kernel", &kernel)?;
-    order.boot.initrd = mount_file(&order, &order.initramfs, "initrd", &initramfs)?;
-    drop((kernel, initramfs));
-
     let console_ring = open_ring(&keep, order.uids.keeper)?;
+    let started = match &order.programs {
+        Programs::Qemu { .. } => {
+            order.boot.kernel = mount_file(&order, &order.kernel, "kernel", &kernel)?;
+            order.boot.initrd = mount_file(&order, &order.initramfs, "initrd", &initramfs)?;
+            start_qemu(&order, root, disk)?
+        }
+        Programs::Firecracker { firecracker, id } => {
+            official::start(&order, firecracker, id, Trees { kernel, initramfs, system: root, scratch: disk })?
+        }
+    };
+    for (what, most) in [(Resource::Fsize, LARGEST_FILE), (Resource::Core, 0), (Resource::Nofile, OPEN_FILES)] {
+        let limit = Rlimit { current: Some(most), maximum: Some(most) };
+        rustix::process::setrlimit(what, limit).map_err(tried("limit the keeper"))?;
+    }
+    rights::become_user(order.uids.keeper, order.uids.keeper).map_err(tried("give up all rights"))?;
+    let mut kept = Kept::new(started, console_ring, keep, oom.into())?;
+    super::filter::enter().map_err(tried("forbid all other system calls"))?;
+    // From here on, and not before, what a guest chose may be looked at.
+    kept.begin()?;
+    Ok(kept)
+}
+
+/// What runs now, and what the keeper keeps of it.
+pub(super) struct Started {
+    pub vmm: Program,
+    pub device: Option<Program>,
+    pub console: UnixStream,
+    pub control: Control,
+}
+
+fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd) -> Result<Started, Error> {
+    let Programs::Qemu { qemu: program, vsock_device } = &order.programs else {
+        return Err(Error::new("read the order", io::ErrorKind::InvalidData));
+    };
     let (device_log, device_log_end) = pipe()?;
     let directory = order.directory.join(file::VSOCK);
-    let spec = vsock::command(&order.vsock_device, directory.clone(), order.uids.vsock, device_log_end.as_raw_fd());
+    let spec = vsock::command(vsock_device, directory.clone(), order.uids.vsock, device_log_end.as_raw_fd());
     let mut device = launch("start the vsock device", &spec)?;
     drop(device_log_end);
     let vhost = connect_device(&directory, order.uids.vsock, &mut device, &device_log)?;
@@ -78,24 +109,16 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
         vsock: vhost.as_raw_fd(),
         log: vmm_log_end.as_raw_fd(),
     };
-    let spec = qemu::command(&order.qemu, &order.boot, &descriptors);
+    let spec = qemu::command(program, &order.boot, &descriptors);
     let mut vmm = launch("start the VMM", &spec)?;
     drop((root, disk, console_end, control_end, vhost, vmm_log_end));
     // It greets once it is in its jail; until then its launcher shares our mounts. The greeting itself is read later.
     greeted(&control, &mut vmm, &vmm_log)?;
 
-    let device = Program::new(device, device_log).map_err(tried("watch the vsock device"))?;
-    let vmm = Program::new(vmm, vmm_log).map_err(tried("watch the VMM"))?;
+    let device = Program::new(device, vec![device_log]).map_err(tried("watch the vsock device"))?;
+    let vmm = Program::new(vmm, vec![vmm_log]).map_err(tried("watch the VMM"))?;
     leave_root(&order.directory)?;
-    for (what, most) in [(Resource::Fsize, LARGEST_FILE), (Resource::Core, 0), (Resource::Nofile, OPEN_FILES)] {
-        let limit = Rlimit { current: Some(most), maximum: Some(most) };
-        rustix::process::setrlimit(what, limit).map_err(tried("limit the keeper"))?;
-    }
-    rights::become_user(order.uids.keeper, order.uids.keeper).map_err(tried("give up all rights"))?;
-    let kept = Kept::new(vmm, device, console.into(), UnixStream::from(control), console_ring, keep, oom.into())?;
-    super::filter::enter().map_err(tried("forbid all other system calls"))?;
-    // From here on, and not before, what a guest chose may be looked at.
-    Ok(kept)
+    Ok(Started { vmm, device: Some(device), console: console.into(), control: Control::Qmp(control.into()) })
 }
 
 /// Writes itself into every hierarchy and looks that it is there: before anything of the Sandbox is allocated.
@@ -161,16 +184,16 @@ fn open_ring(keep: &OwnedFd, owner: u32) -> Result<File, Error> {
     Ok(ring.into())
 }
 
-fn pipe() -> Result<(OwnedFd, OwnedFd), Error> {
+pub(super) fn pipe() -> Result<(OwnedFd, OwnedFd), Error> {
     rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(tried("make a pipe"))
 }
 
-fn stream_pair() -> Result<(OwnedFd, OwnedFd), Error> {
+pub(super) fn stream_pair() -> Result<(OwnedFd, OwnedFd), Error> {
     rustix::net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
         .map_err(tried("make a socket pair"))
 }
 
-fn launch(step: &'static str, spec: &jail::Spec) -> Result<Child, Error> {
+pub(super) fn launch(step: &'static str, spec: &jail::Spec) -> Result<Child, Error> {
     jail::launch(Path::new(LAUNCHER), spec).map_err(|error| Error::new(step, io::Error::other(chain(&error))))
 }
 

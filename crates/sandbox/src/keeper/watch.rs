@@ -14,11 +14,16 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
 use super::console::Ring;
+use serde::Serialize;
+
 use super::record::{ExitRecord, Left, Shutdown};
+use super::start::Started;
 use super::{Error, escape, tried};
 use crate::cgroup;
 use crate::id::file;
 use crate::proc;
+use crate::vmm::firecracker::api::{self, Api};
+use crate::vmm::firecracker::{self, GuestMemory, STATISTICS_SECONDS};
 use crate::vmm::qmp::{self, Qmp};
 
 /// Bytes of a program's complaints that are kept.
@@ -36,37 +41,59 @@ const BESIDE: Duration = Duration::from_millis(100);
 /// How long the VMM may go on after it said that it shuts down.
 const SHUT_DOWN_WITHIN: Duration = Duration::from_secs(10);
 
+/// How long a VMM may take to start its guest: loading the kernel, and on a host with thousands of threads making a VM,
+/// takes tenths of a second.
+const BEGIN_WITHIN: Duration = Duration::from_secs(60);
+
+/// How often the guest's memory is asked for.
+const STATISTICS_EVERY: Duration = Duration::from_secs(STATISTICS_SECONDS as u64);
+
+/// How long sending the question may take: it fits into an empty socket.
+const ASK_WITHIN: Duration = Duration::from_millis(100);
+
+/// How long the answer may take. The VMM answers between two things it does for its guest.
+const ANSWER_WITHIN: Duration = Duration::from_secs(30);
+
 /// A program that is kept.
 pub(super) struct Program {
     child: Child,
     pidfd: OwnedFd,
-    log: Option<OwnedFd>,
+    logs: Vec<OwnedFd>,
     said: VecDeque<u8>,
 }
 
 impl Program {
-    pub(super) fn new(child: Child, log: OwnedFd) -> io::Result<Self> {
+    pub(super) fn new(child: Child, logs: Vec<OwnedFd>) -> io::Result<Self> {
         let pidfd = proc::open(child.id())?;
-        rustix::io::ioctl_fionbio(&log, true)?;
-        Ok(Program { child, pidfd, log: Some(log), said: VecDeque::new() })
+        for log in &logs {
+            rustix::io::ioctl_fionbio(log, true)?;
+        }
+        Ok(Program { child, pidfd, logs, said: VecDeque::new() })
     }
 
-    /// Reads what it complained, as much as is there; the pipe's end is the end of reading.
+    /// Reads what it complained, as much as is there; a pipe's end is the end of reading it.
     fn listen(&mut self) {
         let mut buffer = [0; 4096];
-        while let Some(log) = &self.log {
-            match rustix::io::read(log, &mut buffer) {
-                Ok(0) => self.log = None,
-                Ok(n) => {
-                    self.said.extend(&buffer[..n]);
-                    let over = self.said.len().saturating_sub(SAID);
-                    self.said.drain(..over);
+        let said = &mut self.said;
+        self.logs.retain(|log| {
+            loop {
+                match rustix::io::read(log, &mut buffer) {
+                    Ok(0) => return false,
+                    Ok(n) => {
+                        said.extend(&buffer[..n]);
+                        let over = said.len().saturating_sub(SAID);
+                        said.drain(..over);
+                        // One that writes without end gets a buffer a turn.
+                        if n == buffer.len() {
+                            return true;
+                        }
+                    }
+                    Err(rustix::io::Errno::INTR) => {}
+                    Err(rustix::io::Errno::AGAIN) => return true,
+                    Err(_) => return false,
                 }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return,
-                Err(_) => self.log = None,
             }
-        }
+        });
     }
 
     fn text(&mut self) -> String {
@@ -92,12 +119,33 @@ pub(super) fn said(log: BorrowedFd<'_>) -> String {
     escape(String::from_utf8_lossy(&text).trim(), SAID)
 }
 
+/// The control connection before it is spoken on.
+pub(super) enum Control {
+    /// QEMU's, ungreeted.
+    Qmp(UnixStream),
+    /// Firecracker's, configured and not started.
+    Api(Api),
+}
+
+/// The control connection of a running VMM.
+enum Line {
+    Qmp(Qmp),
+    Api {
+        api: Api,
+        /// When the statistics are asked for next, or until when they are waited for.
+        next: Instant,
+        asked: bool,
+    },
+    /// Closed, or never heard of again.
+    Gone,
+}
+
 /// A running Sandbox.
 pub(super) struct Kept {
     vmm: Program,
-    device: Program,
+    device: Option<Program>,
     console: Option<UnixStream>,
-    control: Option<UnixStream>,
+    control: Option<Control>,
     ring: Ring,
     keep: OwnedFd,
     oom: File,
@@ -105,60 +153,70 @@ pub(super) struct Kept {
 }
 
 impl Kept {
-    pub(super) fn new(
-        vmm: Program,
-        device: Program,
-        console: UnixStream,
-        control: UnixStream,
-        ring: File,
-        keep: OwnedFd,
-        oom: File,
-    ) -> Result<Self, Error> {
+    pub(super) fn new(started: Started, ring: File, keep: OwnedFd, oom: File) -> Result<Self, Error> {
+        let Started { vmm, device, console, control } = started;
         console.set_nonblocking(true).map_err(tried("ready the console"))?;
         let ring = Ring::new(ring, Instant::now()).map_err(tried("ready the console ring"))?;
         Ok(Kept { vmm, device, console: Some(console), control: Some(control), ring, keep, oom, shutdown: None })
     }
 
+    /// Starts a guest that has not begun by itself.
+    pub(super) fn begin(&mut self) -> Result<(), Error> {
+        let Some(Control::Api(api)) = &mut self.control else { return Ok(()) };
+        let Err(refused) = api.call(&firecracker::start(), BEGIN_WITHIN) else { return Ok(()) };
+        proc::wait(self.vmm.pidfd.as_fd(), LAST_WORDS);
+        let (why, said) = (crate::chain(&refused), self.vmm.text());
+        let ended = self.vmm.status().map(|status| format!("; {status}")).unwrap_or_default();
+        Err(Error::new("start the guest", io::Error::other(format!("{why}{ended}; {said}"))))
+    }
+
     /// Keeps until something ends, writes how, and returns this process' exit code.
     pub(super) fn keep(mut self) -> u8 {
-        let record = match self.control.take().map(|control| Qmp::greet(control, GREET_WITHIN)) {
-            Some(Ok(mut qmp)) => self.watch(&mut qmp),
-            greeted => {
-                let why = greeted.and_then(Result::err).map(|error| error.to_string()).unwrap_or_default();
-                self.ended_early(&why)
+        let record = match self.control.take() {
+            Some(Control::Qmp(control)) => match Qmp::greet(control, GREET_WITHIN) {
+                Ok(qmp) => self.watch(Line::Qmp(qmp)),
+                Err(why) => self.ended_early(&why.to_string()),
+            },
+            Some(Control::Api(api)) => {
+                let next = Instant::now() + STATISTICS_EVERY;
+                self.watch(Line::Api { api, next, asked: false })
             }
+            None => self.ended_early(""),
         };
-        match self.write(&record) {
+        match self.write(&record, file::EXIT) {
             Ok(()) => 0,
             Err(_) => 1,
         }
     }
 
     /// The loop: whatever ends first ends the Sandbox.
-    fn watch(&mut self, qmp: &mut Qmp) -> ExitRecord {
-        let mut control_open = true;
+    fn watch(&mut self, mut line: Line) -> ExitRecord {
         let mut give_up: Option<Instant> = None;
         loop {
-            let ready = self.wait(control_open.then(|| qmp.stream()), give_up);
+            let until = match &line {
+                Line::Api { next, .. } => Some(give_up.map_or(*next, |at| at.min(*next))),
+                Line::Qmp(_) | Line::Gone => give_up,
+            };
+            let ready = self.wait(line.stream(), until);
             self.copy_console();
             self.vmm.listen();
-            self.device.listen();
-            if control_open {
-                control_open = self.hear(qmp);
+            if let Some(device) = &mut self.device {
+                device.listen();
             }
+            self.hear(&mut line);
             if self.shutdown.is_some() && give_up.is_none() {
                 give_up = Some(Instant::now() + SHUT_DOWN_WITHIN);
             }
             if let Some(status) = self.vmm.status() {
-                self.last_words(qmp);
+                self.last_words(&mut line);
                 return self.record(Left::Vmm, Some(status));
             }
-            if let Some(status) = self.device.status() {
+            if let Some(status) = self.device.as_mut().and_then(Program::status) {
                 // Without it no one reaches the guest again. If the VMM ends at the same time, its end says more.
                 proc::wait(self.vmm.pidfd.as_fd(), BESIDE);
                 return match self.vmm.status() {
                     Some(vmm) => {
-                        self.last_words(qmp);
+                        self.last_words(&mut line);
                         self.record(Left::Vmm, Some(vmm))
                     }
                     None => self.record(Left::Device, Some(status)),
@@ -184,13 +242,12 @@ impl Kept {
 
     /// Waits until something can be read or has ended.
     fn wait(&self, control: Option<&UnixStream>, until: Option<Instant>) -> io::Result<()> {
-        let mut fds = vec![PollFd::new(&self.vmm.pidfd, PollFlags::IN), PollFd::new(&self.device.pidfd, PollFlags::IN)];
+        let programs = || std::iter::once(&self.vmm).chain(&self.device);
         let readable = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
+        let mut fds: Vec<PollFd<'_>> = programs().map(|one| readable(one.pidfd.as_fd())).collect();
         fds.extend(self.console.as_ref().map(|fd| readable(fd.as_fd())));
         fds.extend(control.map(|fd| readable(fd.as_fd())));
-        fds.extend(
-            [&self.vmm, &self.device].into_iter().filter_map(|one| one.log.as_ref()).map(|fd| readable(fd.as_fd())),
-        );
+        fds.extend(programs().flat_map(|one| &one.logs).map(|fd| readable(fd.as_fd())));
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         match poll(&mut fds, time.as_ref()) {
@@ -212,8 +269,20 @@ impl Kept {
         }
     }
 
-    /// Takes what the VMM says; whether it can say more.
-    fn hear(&mut self, qmp: &mut Qmp) -> bool {
+    /// Takes what the VMM says.
+    fn hear(&mut self, line: &mut Line) {
+        let open = match line {
+            Line::Qmp(qmp) => self.hear_events(qmp),
+            Line::Api { api, next, asked } => self.hear_statistics(api, next, asked),
+            Line::Gone => return,
+        };
+        if !open {
+            *line = Line::Gone;
+        }
+    }
+
+    /// Whether it can say more.
+    fn hear_events(&mut self, qmp: &mut Qmp) -> bool {
         loop {
             match qmp.next_event() {
                 Ok(Some(qmp::Event::Shutdown(reason))) => {
@@ -226,10 +295,38 @@ impl Kept {
         }
     }
 
+    /// Asks for the guest's memory now and then, and writes down what is said. One that does not answer is asked no more;
+    /// whether the guest lives is not told from this.
+    fn hear_statistics(&mut self, api: &mut Api, next: &mut Instant, asked: &mut bool) -> bool {
+        let call = firecracker::statistics();
+        if *asked {
+            let answer = match api.take(&call) {
+                Ok(Some(answer)) => Some(answer),
+                Ok(None) => return Instant::now() < *next,
+                // No driver in the guest yet, or none at all.
+                Err(api::Error::Refused { .. }) => None,
+                Err(_) => return false,
+            };
+            if let Some(memory) = answer.and_then(|answer| GuestMemory::read(&answer)) {
+                // A full disk of the host loses a number, not the Sandbox.
+                let _ = self.write(&memory, file::MEMORY);
+            }
+            *asked = false;
+            *next = Instant::now() + STATISTICS_EVERY;
+        } else if Instant::now() >= *next {
+            if api.ask(&call, ASK_WITHIN).is_err() {
+                return false;
+            }
+            *asked = true;
+            *next = Instant::now() + ANSWER_WITHIN;
+        }
+        true
+    }
+
     /// What was on its way when the VMM ended.
-    fn last_words(&mut self, qmp: &mut Qmp) {
+    fn last_words(&mut self, line: &mut Line) {
         let until = Instant::now() + LAST_WORDS;
-        self.hear(qmp);
+        self.hear(line);
         while self.console.is_some() && Instant::now() < until {
             self.copy_console();
             if self.console.is_some() && self.wait(None, Some(until)).is_err() {
@@ -240,14 +337,24 @@ impl Kept {
 
     fn record(&mut self, left: Left, status: Option<ExitStatus>) -> ExitRecord {
         use std::os::unix::process::ExitStatusExt;
-        let stderr = match left {
-            Left::Device => self.device.text(),
-            Left::Vmm | Left::Keeper => self.vmm.text(),
+        let mut stderr = match (left, &mut self.device) {
+            (Left::Device, Some(device)) => device.text(),
+            _ => self.vmm.text(),
         };
+        let code = status.and_then(|status| status.code());
+        if self.device.is_none() && left == Left::Vmm {
+            // A VMM that has no events ends well when its guest restarts, and only then: it is never asked to.
+            if code == Some(0) {
+                self.shutdown.get_or_insert(Shutdown::GuestReset);
+            }
+            if let Some(meaning) = code.and_then(firecracker::meaning) {
+                stderr = format!("{meaning}; {stderr}");
+            }
+        }
         let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         ExitRecord {
             left,
-            code: status.and_then(|status| status.code()),
+            code,
             signal: status.and_then(|status| status.signal()),
             oom_kills: cgroup::oom_kills(&self.oom).unwrap_or(0),
             shutdown: self.shutdown,
@@ -256,11 +363,21 @@ impl Kept {
         }
     }
 
-    fn write(&self, record: &ExitRecord) -> io::Result<()> {
-        let new = "exit.json.new";
+    fn write<T: Serialize>(&self, record: &T, name: &str) -> io::Result<()> {
+        let new = format!("{name}.new");
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::TRUNC | OFlags::NOFOLLOW | OFlags::CLOEXEC;
-        let mut file = File::from(rustix::fs::openat(&self.keep, new, flags, Mode::from_raw_mode(0o600))?);
+        let mut file = File::from(rustix::fs::openat(&self.keep, &new, flags, Mode::from_raw_mode(0o600))?);
         file.write_all(&serde_json::to_vec(record)?)?;
-        Ok(rustix::fs::renameat(&self.keep, new, &self.keep, file::EXIT)?)
+        Ok(rustix::fs::renameat(&self.keep, new, &self.keep, name)?)
+    }
+}
+
+impl Line {
+    fn stream(&self) -> Option<&UnixStream> {
+        match self {
+            Line::Qmp(qmp) => Some(qmp.stream()),
+            Line::Api { api, asked: true, .. } => Some(api.stream()),
+            Line::Api { .. } | Line::Gone => None,
+        }
     }
 }

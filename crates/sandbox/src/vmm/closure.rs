@@ -6,6 +6,7 @@
 //! ```text
 //! <state>/vmm/<digest>/        0555, root's: becomes /
 //!   <program>                  the executable
+//!   <another>                  beside it: the jailer of Firecracker, which needs no libraries
 //!   lib64/ld-linux-x86-64.so.2 its loader, where the executable says
 //!   lib/                       libraries, found through LD_LIBRARY_PATH
 //!   lib/qemu/  share/          QEMU's modules and firmware
@@ -76,6 +77,8 @@ pub struct Sources {
     pub qemu: Option<PathBuf>,
     /// vhost-device-vsock.
     pub vsock_device: Option<PathBuf>,
+    /// The directory of firecracker and jailer.
+    pub firecracker: Option<PathBuf>,
 }
 
 /// Why a closure could not be made.
@@ -158,6 +161,51 @@ pub fn prepare(state: &Path, sources: &Sources) -> Result<Programs, Error> {
         qemu: ready(&directory, &qemu, qemu_parts)?,
         vsock_device: ready(&directory, &vsock_device, vsock_parts)?,
     })
+}
+
+/// Makes the closure of Firecracker and its jailer under `<state>/vmm`, or finds the one made before. Both have to be static:
+/// a root of the jailer's has neither loader nor libraries.
+///
+/// # Errors
+/// [`Error::Missing`] where there are none; [`Error::Broken`] for a dynamic program or one that others may change.
+pub fn firecracker(state: &Path, sources: &Sources) -> Result<Closure, Error> {
+    use super::firecracker::{JAILER, PROGRAM};
+    let missing = |program| Error::Missing {
+        program,
+        looked: sources.firecracker.as_ref().map_or_else(|| "nowhere".to_owned(), |path| path.display().to_string()),
+    };
+    let place = sources.firecracker.as_deref().ok_or_else(|| missing(PROGRAM))?;
+    for program in [PROGRAM, JAILER] {
+        if !place.join(program).exists() {
+            return Err(missing(program));
+        }
+    }
+    let directory = state.join("vmm");
+    fs::DirBuilder::new().recursive(true).mode(0o755).create(&directory).map_err(io_error(&directory))?;
+    let program = fs::canonicalize(place.join(PROGRAM)).map_err(io_error(&place.join(PROGRAM)))?;
+    ready(&directory, &program, firecracker_parts)
+}
+
+/// Firecracker as found, and the jailer beside it under the name it was found by or the release's (`jailer-v…`).
+fn firecracker_parts(program: &Path) -> Result<Parts, Error> {
+    use super::firecracker::{JAILER, PROGRAM};
+    let beside = program.file_name().and_then(|name| name.to_str()).unwrap_or_default().replace(PROGRAM, JAILER);
+    let jailer = program.with_file_name(beside);
+    let jailer = fs::canonicalize(&jailer).map_err(io_error(&jailer))?;
+    let mut parts = Parts { program: Path::new("/").join(PROGRAM), ..Parts::default() };
+    for (name, found) in [(PROGRAM, program), (JAILER, &jailer)] {
+        if interpreter(found)?.is_some() {
+            let reason = "it is linked dynamically, and its root has no libraries: take the release's static one";
+            return Err(Error::Broken { program: found.to_owned(), reason: reason.to_owned() });
+        }
+        let stat = fs::metadata(found).map_err(io_error(found))?;
+        if !stat.is_file() || stat.uid() != 0 || stat.mode() & 0o022 != 0 {
+            let reason = "it is not root's alone to change".to_owned();
+            return Err(Error::Broken { program: found.to_owned(), reason });
+        }
+        parts.files.insert(Path::new("/").join(name), found.to_owned());
+    }
+    Ok(parts)
 }
 
 /// Removes the closures of `state` that are not among `kept` (digests), and what an interrupted copy left.
@@ -395,7 +443,7 @@ fn copy(directory: &Path, parts: &Parts) -> Result<Closure, Error> {
         let target = temporary.join(inside.strip_prefix("/").unwrap_or(inside));
         make_parents(&temporary, &target)?;
         let before = Stamp::of(source).map_err(io_error(source))?;
-        let executable = *inside == parts.program || is_loader(inside);
+        let executable = inside.parent() == Some(Path::new("/")) || is_loader(inside);
         let mode = if executable { 0o555 } else { 0o444 };
         digest.update(format!("{}\0{mode:o}\0{}\0", inside.display(), before.size));
         let size = copy_file(source, &target, mode, &mut digest)?;

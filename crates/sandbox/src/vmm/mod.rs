@@ -7,6 +7,7 @@
 //! qemu     Boot + Descriptors -> the jail of QEMU
 //! vsock    the jail of the stream device beside it
 //! qmp      the control connection to a running QEMU
+//! firecracker  Boot -> the jail of Firecracker, and what it is told over its API
 //! ```
 //! Nothing here starts a process: the keeper does, with what these modules return.
 
@@ -15,8 +16,11 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use crate::jail::Entry;
+
 pub mod clock;
 pub mod closure;
+pub mod firecracker;
 pub mod probe;
 pub mod qemu;
 pub mod qmp;
@@ -24,6 +28,32 @@ pub mod vsock;
 
 /// The guest's address on its stream device. Every microVM has a device of its own, so they may all have the same.
 pub const GUEST_CID: u32 = 3;
+
+/// In what VMMs differ, as data: whoever asks "which one is it" asks this instead.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Caps {
+    /// Its name in settings and lines to people.
+    pub name: &'static str,
+    /// Who makes its jail; with [`Entry::Official`] it gets paths in its root instead of descriptors.
+    pub entry: Entry,
+    /// Who gives the guest its streams.
+    pub streams: Streams,
+    /// Most virtual processors.
+    pub max_cpus: u32,
+    /// Memory it needs beside the guest's, MiB.
+    pub overhead_mib: u32,
+    /// Processes and threads of a Sandbox beside the virtual processors.
+    pub threads: u64,
+}
+
+/// Who gives a guest its streams to the host.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Streams {
+    /// A device process beside the VMM ([`vsock`]), in a directory of its own on the host.
+    Beside,
+    /// The VMM itself, in its root, which is seen through the keeper's.
+    Within,
+}
 
 /// What a microVM is made of.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

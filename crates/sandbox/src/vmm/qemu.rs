@@ -10,7 +10,7 @@ use serde_json::json;
 
 use super::closure::{self, Closure};
 use super::{Boot, Descriptors, Throttle, clock};
-use crate::jail::{Access, Bind, Descriptor, Filter, Limits, Spec};
+use crate::jail::{Access, Bind, Descriptor, Entry, Filter, Limits, Spec};
 
 /// Where QEMU finds the kernel and the initial ramdisk in its root.
 const KERNEL: &str = "/kernel";
@@ -48,6 +48,7 @@ pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spe
         argv: arguments(boot, clock::tsc_khz()),
         env: closure.env.clone(),
         uid: boot.uid,
+        entry: Entry::Ours,
         root: closure.root.clone(),
         binds: vec![bind(&boot.kernel, KERNEL), bind(&boot.initrd, INITRD)],
         descriptors: vec![

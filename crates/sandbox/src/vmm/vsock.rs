@@ -10,7 +10,7 @@ use std::path::PathBuf;
 
 use super::GUEST_CID;
 use super::closure::Closure;
-use crate::jail::{Access, Bind, Descriptor, Filter, Limits, Spec};
+use crate::jail::{Access, Bind, Descriptor, Entry, Filter, Limits, Spec};
 
 /// Name of the socket for the VMM in the device's directory.
 pub const DEVICE_SOCKET: &str = "device.sock";
@@ -34,6 +34,7 @@ pub fn command(closure: &Closure, directory: PathBuf, uid: u32, log: RawFd) -> S
         argv: vec!["vhost-device-vsock".to_owned(), "--vm".to_owned(), device],
         env: closure.env.clone(),
         uid,
+        entry: Entry::Ours,
         root: closure.root.clone(),
         binds: vec![Bind { source: directory, target: DIRECTORY.into(), access: Access::Writable }],
         descriptors: vec![Descriptor { from: log, to: 1 }, Descriptor { from: log, to: 2 }],

@@ -16,6 +16,9 @@ use tokio_util::sync::CancellationToken;
 /// The uid of the side without rights.
 const NOBODY: u32 = 64_999;
 
+/// Set for the lives of a test that runs its guests under Firecracker.
+pub const UNDER_FIRECRACKER: &str = "PEPO_TEST_UNDER_FIRECRACKER";
+
 pub const GRACE: Duration = Duration::from_secs(10);
 
 /// Makes a state directory with the boot files in it.
@@ -45,6 +48,7 @@ pub fn live(name: &str, state: &Path, args: &[&str]) -> ExitCode {
                 daemon_uid: 0,
                 vsock_device: std::env::var_os("PEPO_VSOCK_DEVICE").map(Into::into),
                 qemu: None,
+                firecracker: crate::official::directory(),
                 mkfs: "/usr/sbin/mkfs.ext4".into(),
             };
             ExitCode::from(run(socket, config).expect("the privileged side"))
@@ -71,6 +75,10 @@ async fn unprivileged(name: &str, socket: OwnedFd, args: &[&str]) {
         "refuse" => refuse(&host).await,
         "sweep" => sweep(&host).await,
         "tidy" => tidy(&host).await,
+        "official" => crate::official::stand(&host).await,
+        "official-falls" => crate::official::fall(&host).await,
+        "official-refuses" => crate::official::refuse(&host).await,
+        "official-turns" => crate::official::turn(&host, args[0].parse().unwrap()).await,
         "many" => many(&host, args[0].parse().unwrap()).await,
         other => panic!("no life {other}"),
     }
@@ -80,7 +88,7 @@ pub fn plan(id: SandboxId) -> Plan {
     let path = |name: &str| StatePath::new(format!("boot/{name}")).unwrap();
     Plan {
         id,
-        vmm: Vmm::Qemu,
+        vmm: if std::env::var_os(UNDER_FIRECRACKER).is_some() { Vmm::Firecracker } else { Vmm::Qemu },
         kernel: path("vmlinux"),
         initramfs: path("initramfs"),
         root: path("rootfs.erofs"),

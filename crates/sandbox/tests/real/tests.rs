@@ -33,6 +33,45 @@ pub const ALL: &[(&str, fn())] = &[
     ("twenty_cycles_leave_nothing", cycles),
 ];
 
+/// A test of this program.
+pub struct Test {
+    pub name: &'static str,
+    pub run: fn(),
+    /// Whether this host has what it needs.
+    pub can_run: bool,
+}
+
+/// Guests under Firecracker, by the very tests of those under QEMU.
+const UNDER_FIRECRACKER: &[(&str, fn())] = &[
+    ("under_firecracker_a_sandbox_boots_serves_and_is_gone", || under_firecracker(serves)),
+    ("under_firecracker_a_panic_is_told", || under_firecracker(|| endings("panic", "guest_panic"))),
+    ("under_firecracker_the_death_of_the_agent_is_told", || under_firecracker(|| endings("init", "guest_init_died"))),
+    ("under_firecracker_a_killed_keeper_is_told", || under_firecracker(|| endings("keeper", "killed_outside"))),
+    ("under_firecracker_memory_over_the_cap_is_told", || under_firecracker(|| endings("memory", "out_of_memory"))),
+    ("under_firecracker_a_boot_can_be_cancelled_at_any_moment", || under_firecracker(cancelled)),
+    ("under_firecracker_four_at_once", || under_firecracker(|| life_of_its_own("many", &["4"]))),
+    ("under_firecracker_twenty_cycles_leave_nothing", || under_firecracker(cycles)),
+];
+
+static FIRECRACKER: std::sync::atomic::AtomicBool = std::sync::atomic::AtomicBool::new(false);
+
+fn under_firecracker(test: fn()) {
+    FIRECRACKER.store(true, std::sync::atomic::Ordering::Relaxed);
+    test();
+    FIRECRACKER.store(false, std::sync::atomic::Ordering::Relaxed);
+}
+
+/// Every test, and whether it can run here.
+pub fn all() -> Vec<Test> {
+    use crate::official;
+    let installed = official::directory().is_some();
+    let of = |list: &'static [(&'static str, fn())], can_run| {
+        list.iter().map(move |(name, run)| Test { name, run: *run, can_run })
+    };
+    let guests = official::guests_run();
+    of(ALL, true).chain(of(official::INSTALLED, installed)).chain(of(UNDER_FIRECRACKER, guests)).collect()
+}
+
 /// What a program says, both channels together.
 pub async fn output(active: &Active, argv: &[&str]) -> String {
     let mut exec = active.guest().exec(op(), exec(argv)).await.expect("exec");
@@ -92,25 +131,30 @@ fn exec(argv: &[&str]) -> Exec {
 }
 
 /// A state directory that is gone afterwards.
-struct State(tempfile::TempDir);
+pub struct State(tempfile::TempDir);
 
 impl State {
-    fn new() -> Self {
+    pub fn new() -> Self {
         let state = State(tempfile::tempdir().unwrap());
         state_directory(state.path());
         state
     }
 
-    fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.0.path()
     }
 
-    fn life(&self, name: &str, args: &[&str]) -> Life {
+    pub fn life(&self, name: &str, args: &[&str]) -> Life {
         let mut child = Command::new("/proc/self/exe")
             .arg("life")
             .arg(name)
             .arg(self.path())
             .args(args)
+            .envs(
+                FIRECRACKER
+                    .load(std::sync::atomic::Ordering::Relaxed)
+                    .then_some((crate::lives::UNDER_FIRECRACKER, "1")),
+            )
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
@@ -129,8 +173,8 @@ impl Drop for State {
     }
 }
 
-struct Life {
-    child: Child,
+pub struct Life {
+    pub child: Child,
     out: BufReader<ChildStdout>,
 }
 
@@ -146,7 +190,7 @@ impl Drop for Life {
 
 impl Life {
     /// Reads lines up to one that begins so; what follows it there.
-    fn line(&mut self, begin: &str) -> String {
+    pub fn line(&mut self, begin: &str) -> String {
         let mut line = String::new();
         loop {
             line.clear();
@@ -158,7 +202,7 @@ impl Life {
         }
     }
 
-    fn ends_well(mut self) {
+    pub fn ends_well(mut self) {
         let mut line = String::new();
         while self.out.read_line(&mut line).unwrap() > 0 {
             print!("  {line}");
@@ -259,7 +303,7 @@ fn memory_files(hex: &str) -> (std::path::PathBuf, std::path::PathBuf) {
 }
 
 /// Process ids in the Sandbox's cgroup whose name fits.
-fn process_of(hex: &str, fits: impl Fn(&str, u32) -> bool) -> String {
+pub fn process_of(hex: &str, fits: impl Fn(&str, u32) -> bool) -> String {
     for entry in fs::read_dir("/proc").unwrap().flatten() {
         let pid = entry.file_name().to_string_lossy().into_owned();
         let Ok(cgroup) = fs::read_to_string(format!("/proc/{pid}/cgroup")) else { continue };
@@ -274,7 +318,7 @@ fn process_of(hex: &str, fits: impl Fn(&str, u32) -> bool) -> String {
     panic!("no such process of {hex}");
 }
 
-fn kill(pid: &str) {
+pub fn kill(pid: &str) {
     let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }
