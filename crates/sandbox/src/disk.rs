@@ -192,7 +192,7 @@ fn nameless(directory: &Path) -> io::Result<File> {
 }
 
 /// Copies data and leaves holes: by sharing blocks where the file system can, else the data alone.
-fn copy(from: &File, to: &File) -> io::Result<()> {
+pub(crate) fn copy(from: &File, to: &File) -> io::Result<()> {
     if rustix::fs::ioctl_ficlone(to, from).is_ok() {
         return Ok(());
     }

@@ -113,6 +113,58 @@ impl<'de> Deserialize<'de> for SandboxId {
     }
 }
 
+/// The id of a tree on this host that outlives Sandboxes: 32 hex digits, chosen by whoever asks for it.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct VolumeId([u8; 16]);
+
+impl VolumeId {
+    /// The id of these bytes.
+    pub fn new(bytes: [u8; 16]) -> Self {
+        VolumeId(bytes)
+    }
+
+    /// Its 32 lower-case hex digits: its directory's name.
+    pub fn hex(self) -> String {
+        Uuid::from_bytes(self.0).as_simple().to_string()
+    }
+}
+
+impl fmt::Display for VolumeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.hex())
+    }
+}
+
+impl fmt::Debug for VolumeId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+impl FromStr for VolumeId {
+    type Err = Error;
+
+    fn from_str(hex: &str) -> Result<Self, Error> {
+        let wrong = || Error::new(hex, "a tree's 32 hex digits");
+        if hex.len() != 32 || !hex.bytes().all(|b| b.is_ascii_digit() || (b'a'..=b'f').contains(&b)) {
+            return Err(wrong());
+        }
+        Ok(VolumeId(*Uuid::try_parse(hex).map_err(|_| wrong())?.as_bytes()))
+    }
+}
+
+impl Serialize for VolumeId {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_str(self)
+    }
+}
+
+impl<'de> Deserialize<'de> for VolumeId {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        text(deserializer)
+    }
+}
+
 /// Four characters `[a-z0-9]` that name an instance in every host name of its Sandboxes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Tag([u8; 4]);
@@ -175,7 +227,7 @@ fn text<'de, D: Deserializer<'de>, T: FromStr<Err = Error>>(deserializer: D) -> 
 /// ```text
 /// first + 0x00000 .. 0x10000   four for each slot
 /// first + 0x10000 .. 0x20000   one builder's user namespace
-/// first + 0x20000 .. 0x100000  not given out
+/// first + 0x20000 .. 0x100000  fourteen user namespaces of 0x10000 for the files of served trees
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct UidBlock {
@@ -213,6 +265,17 @@ impl UidBlock {
     /// Of them, those of a builder.
     pub const BUILDER: u32 = 0x1_0000;
 
+    /// Of them, those of one owner's trees: a whole user namespace.
+    pub const TREE: u32 = 0x1_0000;
+    /// Owners of trees that an instance may have.
+    pub const TREES: u16 = 14;
+
+    /// The first of the [`UidBlock::TREE`] uids under which the files of an owner's trees are stored; `None` beyond
+    /// [`UidBlock::TREES`].
+    pub fn tree(self, owner: u16) -> Option<u32> {
+        (owner < Self::TREES).then(|| self.first + Self::SANDBOXES + Self::BUILDER + u32::from(owner) * Self::TREE)
+    }
+
     /// The four uids of a slot.
     pub fn uids(self, slot: Slot) -> Uids {
         let first = self.first + 4 * u32::from(slot.number());
@@ -246,6 +309,8 @@ pub mod process {
     pub const RELAY: &str = "pepo-relay";
     /// A builder of root file systems.
     pub const BUILD: &str = "pepo-build";
+    /// A share server.
+    pub const SHARE: &str = "pepo-share";
 }
 
 /// Names in a Sandbox's directory, which is `<jails>/<hex>` and root's.
@@ -254,6 +319,8 @@ pub mod file {
     pub const PLAN: &str = "plan.json";
     /// Process id and start time of the keeper. Root's.
     pub const KEEPER: &str = "keeper.json";
+    /// What is served into its guest, by whom. Root's.
+    pub const SHARES: &str = "shares.json";
     /// The keeper's own directory.
     pub const KEEP: &str = "keep";
     /// In it: how the Sandbox ended.

@@ -26,9 +26,11 @@ pub mod plan;
 pub mod proc;
 pub mod registry;
 pub mod rights;
+pub mod share;
 pub mod sweep;
 pub mod sys;
 pub mod vmm;
+pub mod volume;
 
 pub use activate::{Active, Cause, Exit, adopt};
 pub use boot::{Booted, Prepared, Warm, boot};

@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 /// Takes ownership of a descriptor this process was started with, by its number.
 ///
@@ -385,4 +385,181 @@ pub fn read_signals(fd: &OwnedFd) -> io::Result<Vec<Signalled>> {
             Err(error) => return Err(error.into()),
         }
     }
+}
+
+/// Sets the ids under which this thread makes files. Both or neither; `false` where the namespace has no such id. Caller:
+/// the share server, on each of its threads.
+pub fn file_ids(uid: u32, gid: u32) -> bool {
+    // SAFETY: integers in and out; the calls change the calling thread's credentials and no memory. They report nothing
+    // but the id before, so asking for an impossible one afterwards tells the one in force.
+    unsafe {
+        libc::setfsgid(gid);
+        libc::setfsuid(uid);
+        libc::setfsgid(libc::gid_t::MAX) as u32 == gid && libc::setfsuid(libc::uid_t::MAX) as u32 == uid
+    }
+}
+
+/// Attributes in the form that `fuse-backend-rs` takes.
+pub fn stat64(seen: &rustix::fs::Statx) -> libc::stat64 {
+    // SAFETY: plain integers, for which all bits zero is a value.
+    let mut stat: libc::stat64 = unsafe { std::mem::zeroed() };
+    stat.st_dev = libc::makedev(seen.stx_dev_major, seen.stx_dev_minor);
+    stat.st_ino = seen.stx_ino;
+    stat.st_nlink = seen.stx_nlink.into();
+    stat.st_mode = seen.stx_mode.into();
+    stat.st_uid = seen.stx_uid;
+    stat.st_gid = seen.stx_gid;
+    stat.st_rdev = libc::makedev(seen.stx_rdev_major, seen.stx_rdev_minor);
+    stat.st_size = seen.stx_size as libc::off64_t;
+    stat.st_blksize = libc::blksize_t::from(seen.stx_blksize as i32);
+    stat.st_blocks = seen.stx_blocks as libc::blkcnt64_t;
+    (stat.st_atime, stat.st_atime_nsec) = (seen.stx_atime.tv_sec, seen.stx_atime.tv_nsec.into());
+    (stat.st_mtime, stat.st_mtime_nsec) = (seen.stx_mtime.tv_sec, seen.stx_mtime.tv_nsec.into());
+    (stat.st_ctime, stat.st_ctime_nsec) = (seen.stx_ctime.tv_sec, seen.stx_ctime.tv_nsec.into());
+    stat
+}
+
+/// The size and use of the file system a descriptor is on, in the form that `fuse-backend-rs` takes.
+pub fn file_system(fd: BorrowedFd<'_>) -> io::Result<libc::statvfs64> {
+    // SAFETY: plain integers, for which all bits zero is a value; the kernel writes into it alone.
+    unsafe {
+        let mut space: libc::statvfs64 = std::mem::zeroed();
+        check(libc::fstatvfs64(fd.as_raw_fd(), &raw mut space))?;
+        Ok(space)
+    }
+}
+
+/// A lock on a range of a file, owned by the open file (`F_OFD_*`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RangeLock {
+    /// `F_RDLCK`, `F_WRLCK` or `F_UNLCK`.
+    pub kind: i16,
+    /// First byte.
+    pub start: i64,
+    /// How many; 0 is to the end of every file.
+    pub length: i64,
+}
+
+fn range_lock(fd: BorrowedFd<'_>, command: libc::c_int, lock: RangeLock) -> io::Result<RangeLock> {
+    // SAFETY: plain integers, for which all bits zero is a value; the kernel reads it and, for F_OFD_GETLK, writes it.
+    unsafe {
+        let mut raw: libc::flock64 = std::mem::zeroed();
+        raw.l_type = lock.kind;
+        raw.l_whence = libc::SEEK_SET as i16;
+        raw.l_start = lock.start;
+        raw.l_len = lock.length;
+        check(libc::fcntl(fd.as_raw_fd(), command, &raw mut raw))?;
+        Ok(RangeLock { kind: raw.l_type, start: raw.l_start, length: raw.l_len })
+    }
+}
+
+/// Takes or gives back a lock without waiting; `WouldBlock` where somebody else has it.
+pub fn set_range_lock(fd: BorrowedFd<'_>, lock: RangeLock) -> io::Result<()> {
+    range_lock(fd, libc::F_OFD_SETLK, lock).map(drop)
+}
+
+/// The lock that stands in the way of this one, or the same with `F_UNLCK`.
+pub fn get_range_lock(fd: BorrowedFd<'_>, lock: RangeLock) -> io::Result<RangeLock> {
+    range_lock(fd, libc::F_OFD_GETLK, lock)
+}
+
+/// Loop devices: files as disks. Caller: `volume`.
+pub mod disk {
+    use std::io;
+    use std::os::fd::{AsRawFd, BorrowedFd};
+
+    use super::check;
+
+    const CTL_GET_FREE: libc::c_ulong = 0x4C82;
+    const CONFIGURE: libc::c_ulong = 0x4C0A;
+    const GET_STATUS64: libc::c_ulong = 0x4C05;
+    const AUTOCLEAR: u32 = 4;
+    const DIRECT_IO: u32 = 16;
+    const TRIM: libc::c_ulong = 0xC018_5879;
+
+    /// `struct loop_info64`: how a file is a disk.
+    #[repr(C)]
+    struct Info {
+        device: u64,
+        inode: u64,
+        rdevice: u64,
+        offset: u64,
+        size_limit: u64,
+        number: u32,
+        encrypt_type: u32,
+        encrypt_key_size: u32,
+        flags: u32,
+        file_name: [u8; 64],
+        crypt_name: [u8; 64],
+        encrypt_key: [u8; 32],
+        init: [u64; 2],
+    }
+
+    /// `struct loop_config`.
+    #[repr(C)]
+    struct Config {
+        fd: u32,
+        block_size: u32,
+        info: Info,
+        reserved: [u64; 8],
+    }
+
+    /// The number of a device that nobody uses now.
+    pub fn free(control: BorrowedFd<'_>) -> io::Result<u32> {
+        // SAFETY: this request takes no argument.
+        let number = check(unsafe { libc::ioctl(control.as_raw_fd(), CTL_GET_FREE as _) })?;
+        u32::try_from(number).map_err(io::Error::other)
+    }
+
+    /// Makes `file` the disk of a free device, until nobody has the device open.
+    pub fn configure(device: BorrowedFd<'_>, file: BorrowedFd<'_>, direct: bool) -> io::Result<()> {
+        // SAFETY: plain integers and arrays of them, for which all bits zero is a value.
+        let mut config: Config = unsafe { std::mem::zeroed() };
+        config.fd = u32::try_from(file.as_raw_fd()).map_err(io::Error::other)?;
+        config.block_size = 4096;
+        config.info.flags = AUTOCLEAR | if direct { DIRECT_IO } else { 0 };
+        // SAFETY: the kernel reads the structure, which has its layout and outlives the call.
+        check(unsafe { libc::ioctl(device.as_raw_fd(), CONFIGURE as _, &raw const config) }).map(drop)
+    }
+
+    /// File system and number of the file that is the device's disk; `None`: it has none.
+    pub fn backing(device: BorrowedFd<'_>) -> io::Result<Option<(u64, u64)>> {
+        // SAFETY: as above; the kernel writes into the structure alone.
+        let mut info: Info = unsafe { std::mem::zeroed() };
+        match check(unsafe { libc::ioctl(device.as_raw_fd(), GET_STATUS64 as _, &raw mut info) }) {
+            Ok(_) => Ok(Some((info.device, info.inode))),
+            Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
+            Err(error) => Err(error),
+        }
+    }
+
+    /// Gives a file system's free space back to the disk below it; how many bytes.
+    pub fn trim(root: BorrowedFd<'_>) -> io::Result<u64> {
+        // start, length, least extent
+        let mut range: [u64; 3] = [0, u64::MAX, 64 * 1024];
+        // SAFETY: the kernel reads and writes the three words, which outlive the call.
+        check(unsafe { libc::ioctl(root.as_raw_fd(), TRIM as _, &raw mut range) })?;
+        Ok(range[1])
+    }
+}
+
+/// Forbids set-id programs, devices, programs and, if asked, writing on a mount that is nowhere yet. Caller: `volume`.
+pub fn restrict_mount(mount: BorrowedFd<'_>, read_only: bool) -> io::Result<()> {
+    let mut attributes: libc::mount_attr = libc::mount_attr { attr_set: 0, attr_clr: 0, propagation: 0, userns_fd: 0 };
+    attributes.attr_set = libc::MOUNT_ATTR_NOSUID | libc::MOUNT_ATTR_NODEV | libc::MOUNT_ATTR_NOEXEC;
+    if read_only {
+        attributes.attr_set |= libc::MOUNT_ATTR_RDONLY;
+    }
+    // SAFETY: the path is a C string and the structure plain integers; both outlive the call, which only reads them.
+    check(unsafe {
+        libc::syscall(
+            libc::SYS_mount_setattr,
+            mount.as_raw_fd(),
+            c"".as_ptr(),
+            libc::AT_EMPTY_PATH,
+            &raw const attributes,
+            size_of::<libc::mount_attr>(),
+        )
+    })
+    .map(drop)
 }

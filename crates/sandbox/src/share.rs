@@ -1,0 +1,233 @@
+//! A share: a tree of the host served into one guest, by a jailed process of the Sandbox.
+//!
+//! The privileged side starts the server when a Sandbox becomes somebody's: born in the keeper's pid namespace, it joins
+//! the Sandbox's cgroup, enters namespaces of its own with the tree as its root, and becomes root of a user namespace whose
+//! 65,536 ids are nobody's on the host. Only then does it read what a guest chose, from a stream that it was handed.
+//!
+//! ```text
+//! pepo-host (a thread)                       pepo-share
+//!   mounts the tree nowhere, by descriptor
+//!   setns(keeper), spawn ───────────────▶
+//!        ── Order + stream, tree, doors ──▶  cgroup, namespaces, root, user namespace
+//!        ◀─ Ready ────────────────────────
+//!   writes uid_map and gid_map
+//!        ── Mapped ───────────────────────▶  root of the namespace, few rights, filter
+//!        ◀─ Serving ──────────────────────   serves, until the stream or the Sandbox ends
+//! ```
+//! Its end is the end of the Sandbox: a tree that is not served any more is never an empty directory.
+
+mod enter;
+mod filter;
+mod locks;
+mod nodes;
+mod serve;
+mod tree;
+
+use std::ffi::CStr;
+use std::fs;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::thread::ThreadNameSpaceType;
+use serde::{Deserialize, Serialize};
+
+use crate::host::wire;
+use crate::id::{UidBlock, VolumeId, process};
+use crate::jail::Access;
+use crate::proc;
+
+pub use enter::run;
+pub use serve::HERE;
+
+/// The file that proves a mount, in the top of every served tree. It is not in the tree: the server makes it up.
+pub const PROOF: &CStr = c".pepo-proof";
+
+/// How long a server may take to serve: forty system calls, on a machine that starts twenty others.
+const SERVING_WITHIN: Duration = Duration::from_secs(30);
+
+/// Whether others change the tree at the same time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Cache {
+    /// They may: names and attributes are trusted for a second.
+    Shared,
+    /// Nobody does: they are trusted until this guest changes them.
+    Alone,
+}
+
+/// What pepod asks for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SharePlan {
+    /// The tree.
+    pub volume: VolumeId,
+    /// Whether the guest may change it.
+    pub access: Access,
+    /// Whether others may.
+    pub cache: Cache,
+    /// What [`PROOF`] says: printable, at most 64 bytes.
+    pub proof: String,
+}
+
+impl SharePlan {
+    /// Checks every bound.
+    ///
+    /// # Errors
+    /// One sentence.
+    pub fn check(&self) -> Result<(), String> {
+        let printable = self.proof.bytes().all(|byte| byte.is_ascii_graphic());
+        if self.proof.is_empty() || self.proof.len() > 64 || !printable {
+            return Err("a proof has 1 to 64 printable bytes".to_owned());
+        }
+        Ok(())
+    }
+}
+
+/// What a Sandbox is served, written down before its server is started.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ShareRecord {
+    /// The tree.
+    pub volume: VolumeId,
+    /// Process id and start time of its server; `None`: it is being started.
+    pub server: Option<(u32, u64)>,
+}
+
+/// What a share server is told, beside the descriptors: the stream, the tree's mount, then the cgroup's doors.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Order {
+    /// A directory over which the tree is put, in the server's own namespace.
+    pub at: PathBuf,
+    /// The name of its cgroup in every hierarchy.
+    pub cgroup: String,
+    /// How many hierarchies there are.
+    pub hierarchies: usize,
+    /// See [`SharePlan`].
+    pub cache: Cache,
+    /// See [`SharePlan`].
+    pub proof: String,
+    /// Files that may be open, as far as this host lets it.
+    pub open_files: u64,
+    /// Files that a guest's kernel may know at once.
+    pub nodes: usize,
+}
+
+/// Descriptors in an [`Order`] before the doors.
+pub(crate) const FIXED_FDS: usize = 2;
+
+/// What a share server says to the privileged side.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum Said {
+    /// It is in its user namespace and waits for ids.
+    Ready,
+    /// It serves, and has no right outside of its namespace.
+    Serving,
+    /// It does not.
+    Failed {
+        /// What was tried.
+        step: String,
+        /// Why it failed.
+        reason: String,
+    },
+}
+
+/// The answer to [`Said::Ready`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Mapped {}
+
+/// A server that was started.
+#[derive(Debug)]
+pub(crate) struct Server {
+    pid: u32,
+    socket: OwnedFd,
+    /// Its process.
+    pub pidfd: OwnedFd,
+    /// When it started, in clock ticks.
+    pub start: u64,
+}
+
+impl Server {
+    /// Starts the process in the pid namespace of that keeper, and tells it nothing yet.
+    ///
+    /// # Errors
+    /// The kernel refuses.
+    pub fn spawn(keeper: BorrowedFd<'_>) -> io::Result<Self> {
+        let (socket, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        // A thread that has another pid namespace for its children is thrown away.
+        let pid = std::thread::scope(|scope| {
+            let spawning = scope.spawn(move || {
+                rustix::thread::move_into_thread_name_spaces(keeper, ThreadNameSpaceType::PROCESS_ID)?;
+                let mut command = Command::new("/proc/self/exe");
+                command.arg0(process::SHARE).args(["share", "--fd", "0"]).env_clear().current_dir("/");
+                command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::null());
+                // The child is reaped by its pidfd.
+                command.spawn().map(|child| child.id())
+            });
+            spawning.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
+        })?;
+        let gone = || io::Error::from(io::ErrorKind::NotFound);
+        let start = proc::start_time(pid).ok_or_else(gone)?;
+        let pidfd = proc::open_exact(pid, start)?;
+        Ok(Server { pid, socket, pidfd, start })
+    }
+
+    /// Its process id here.
+    pub fn pid(&self) -> u32 {
+        self.pid
+    }
+
+    /// Tells it what to serve, gives it ids, and waits until it serves.
+    ///
+    /// # Errors
+    /// What it says, or why it says nothing.
+    pub fn serve(
+        self,
+        order: &Order,
+        first_uid: u32,
+        fds: &[BorrowedFd<'_>],
+        cancelled: &dyn Fn() -> bool,
+    ) -> io::Result<OwnedFd> {
+        let deadline = Instant::now() + SERVING_WITHIN;
+        wire::send(self.socket.as_fd(), order, fds)?;
+        loop {
+            match self.hear(deadline, cancelled)? {
+                Said::Ready => {
+                    for file in ["uid_map", "gid_map"] {
+                        let map = format!("0 {first_uid} {}\n", UidBlock::TREE);
+                        fs::write(format!("/proc/{}/{file}", self.pid), map)?;
+                    }
+                    wire::send(self.socket.as_fd(), &Mapped {}, &[])?;
+                }
+                Said::Serving => return Ok(self.pidfd),
+                Said::Failed { step, reason } => return Err(io::Error::other(format!("{step}: {reason}"))),
+            }
+        }
+    }
+
+    fn hear(&self, deadline: Instant, cancelled: &dyn Fn() -> bool) -> io::Result<Said> {
+        let look = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
+        loop {
+            if cancelled() {
+                return Err(io::Error::other("it was released meanwhile"));
+            }
+            match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&look)) {
+                Ok(0) | Err(rustix::io::Errno::INTR) if Instant::now() < deadline => {}
+                Ok(0) | Err(rustix::io::Errno::INTR) => return Err(io::ErrorKind::TimedOut.into()),
+                Ok(_) => break,
+                Err(error) => return Err(error.into()),
+            }
+        }
+        match wire::receive::<Said>(self.socket.as_fd(), &mut Vec::new())? {
+            Some((said, _)) => Ok(said),
+            None => Err(io::Error::other("it ended without a word")),
+        }
+    }
+}

@@ -1,0 +1,177 @@
+//! How a share server comes into its jail: see [`super`] for who does what. All of it before the first byte of a guest.
+
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use rustix::fs::{CWD, Mode, OFlags};
+use rustix::mount::{
+    FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationFlags, MoveMountFlags, UnmountFlags,
+};
+use rustix::process::{Resource, Rlimit};
+use rustix::thread::{CapabilitiesSecureBits, CapabilitySet, CapabilitySets, Gid, Uid};
+
+use super::nodes::Nodes;
+use super::serve::{self, Running};
+use super::tree::Tree;
+use super::{FIXED_FDS, Mapped, Order, Said, filter};
+use crate::host::wire;
+use crate::id::process;
+use crate::{cgroup, proc, sys};
+
+/// What root of the user namespace keeps: to make files as whoever asks, and to do with them what root of a guest may do
+/// with files. None of it counts for anything that is not of the namespace's ids.
+const KEPT: CapabilitySet = CapabilitySet::CHOWN
+    .union(CapabilitySet::DAC_OVERRIDE)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::FSETID)
+    .union(CapabilitySet::SETGID)
+    .union(CapabilitySet::SETUID)
+    .union(CapabilitySet::SETFCAP);
+
+/// The most descriptors kept for files that are known and not open.
+const ROOM: u64 = 8192;
+
+/// Descriptors that are neither a known nor an open file's: streams, threads' copies.
+const BESIDE: u64 = 64;
+
+type Step<T> = Result<T, (String, io::Error)>;
+
+fn step<T>(what: &str, result: Result<T, impl Into<io::Error>>) -> Step<T> {
+    result.map_err(|error| (what.to_owned(), error.into()))
+}
+
+/// The whole life of a share server, from the socket its order comes on. Returns this process' exit code.
+pub fn run(socket: OwnedFd) -> u8 {
+    // A name that cannot be set is a name not shown, no more.
+    let _ = std::ffi::CString::new(process::SHARE).map(|name| rustix::thread::set_name(&name));
+    let ours = socket.as_raw_fd();
+    let _ = sys::close_range(3, ours.max(3) - 1);
+    let _ = sys::close_range(ours.max(2) + 1, i32::MAX);
+    match begin(&socket) {
+        Ok(running) => {
+            // Whether it is heard decides nothing here.
+            let _ = wire::send(socket.as_fd(), &Said::Serving, &[]);
+            drop(socket);
+            running.end().code()
+        }
+        Err((step, error)) => {
+            let said = Said::Failed { step, reason: error.to_string() };
+            let _ = wire::send(socket.as_fd(), &said, &[]);
+            serve::End::Fault.code()
+        }
+    }
+}
+
+fn begin(socket: &OwnedFd) -> Step<Running> {
+    let received = step("read the order", wire::receive::<Order>(socket.as_fd(), &mut Vec::new()))?;
+    let gone = || io::Error::from(io::ErrorKind::UnexpectedEof);
+    let (order, fds) = step("read the order", received.ok_or_else(gone))?;
+    let mut fds = fds.into_iter();
+    let mut next = || step("read the order", fds.next().ok_or_else(gone));
+    let [stream, tree] = [next()?, next()?];
+    const { assert!(FIXED_FDS == 2) }
+    join(&order, fds)?;
+    let null = step("open /dev/null", File::options().write(true).open("/dev/null"))?;
+    let null: OwnedFd = null.into();
+    let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
+    step("leave the host's namespaces", sys::unshare(flags))?;
+    let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
+    step("make mounts private", rustix::mount::mount_change("/", private))?;
+    let files = own_files()?;
+    change_root(&order, &tree)?;
+    drop(tree);
+    step("enter a user namespace (are they allowed on this host?)", sys::unshare(libc::CLONE_NEWUSER))?;
+    step("ask for ids", wire::send(socket.as_fd(), &Said::Ready, &[]))?;
+    let mapped = step("wait for ids", wire::receive::<Mapped>(socket.as_fd(), &mut Vec::new()))?;
+    step("wait for ids", mapped.ok_or_else(gone))?;
+    become_its_root()?;
+    let open_files = limits(order.open_files)?;
+    rustix::process::umask(Mode::empty());
+
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    let root = step("open the root", rustix::fs::open("/", flags, Mode::empty()))?;
+    let room = (open_files / 2).min(ROOM);
+    let handles = open_files.saturating_sub(room + BESIDE).saturating_sub(super::locks::MOST as u64).max(16);
+    let nodes = step("look at the root", Nodes::new(root, room as usize, order.nodes))?;
+    let tree = Tree::new(nodes, files, handles as usize, order.cache, order.proof.into_bytes());
+    let running = step("start threads", Running::begin(tree, stream, null))?;
+    step("forbid all other system calls", filter::enter())?;
+    Ok(running)
+}
+
+/// Writes itself into every hierarchy and looks that it is there.
+fn join(order: &Order, doors: impl Iterator<Item = OwnedFd>) -> Step<()> {
+    for door in doors {
+        step("join the cgroup", File::from(door).write_all(b"0"))?;
+    }
+    let lines = step("read the own cgroup", proc::own_cgroups())?;
+    if !cgroup::is_member(&lines, &order.cgroup, order.hierarchies) {
+        return Err(("join the cgroup".to_owned(), io::Error::other(format!("not in {}", order.cgroup))));
+    }
+    Ok(())
+}
+
+/// `/proc/self/fd` of a procfs that is mounted nowhere and shows processes alone.
+fn own_files() -> Step<OwnedFd> {
+    let fs = step("open procfs", rustix::mount::fsopen("proc", FsOpenFlags::FSOPEN_CLOEXEC))?;
+    // Kernels before 5.8 show the rest of /proc too, read-only as everything there is to what we are from here on.
+    let _ = rustix::mount::fsconfig_set_string(&fs, "subset", "pid");
+    step("make procfs", rustix::mount::fsconfig_create(&fs))?;
+    let attributes =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    let mount = step("mount procfs", rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes))?;
+    let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    step("open the own descriptors", rustix::fs::openat(&mount, "self/fd", flags, Mode::empty()))
+}
+
+/// The tree becomes `/`, and there is nothing else.
+fn change_root(order: &Order, tree: &OwnedFd) -> Step<()> {
+    let whole = MoveMountFlags::MOVE_MOUNT_F_EMPTY_PATH;
+    step("put the tree in its place", rustix::mount::move_mount(tree, "", CWD, &order.at, whole))?;
+    step("enter the tree", rustix::process::chdir(&order.at))?;
+    step("make it the root", rustix::process::pivot_root(".", "."))?;
+    step("let go of the old root", rustix::mount::unmount(".", UnmountFlags::DETACH))?;
+    step("enter the root", rustix::process::chdir("/"))
+}
+
+/// From nobody in particular to root of the namespace, which is nobody on the host, with the few rights it keeps.
+fn become_its_root() -> Step<()> {
+    step("leave all groups", rustix::thread::set_thread_groups(&[]))?;
+    let (uid, gid) = (Uid::from_raw(0), Gid::from_raw(0));
+    step("become the group", rustix::thread::set_thread_res_gid(gid, gid, gid))?;
+    step("become root in there", rustix::thread::set_thread_res_uid(uid, uid, uid))?;
+    for capability in 0..64 {
+        let one = CapabilitySet::from_bits_retain(1 << capability);
+        match rustix::thread::remove_capability_from_bounding_set(one) {
+            Ok(()) => {}
+            // One past the last this kernel has.
+            Err(rustix::io::Errno::INVAL) => break,
+            Err(error) => return Err(("empty the bounding set".to_owned(), error.into())),
+        }
+    }
+    // Rights stay as they are when a thread takes the ids of whoever asks: a guest's kernel has checked already.
+    let locked = CapabilitiesSecureBits::NO_ROOT
+        | CapabilitiesSecureBits::NO_ROOT_LOCKED
+        | CapabilitiesSecureBits::NO_SETUID_FIXUP
+        | CapabilitiesSecureBits::NO_SETUID_FIXUP_LOCKED
+        | CapabilitiesSecureBits::KEEP_CAPS_LOCKED
+        | CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE
+        | CapabilitiesSecureBits::NO_CAP_AMBIENT_RAISE_LOCKED;
+    step("lock the secure bits", rustix::thread::set_capabilities_secure_bits(locked))?;
+    step("empty the ambient set", rustix::thread::clear_ambient_capability_set())?;
+    let kept = CapabilitySets { effective: KEPT, permitted: KEPT, inheritable: CapabilitySet::empty() };
+    step("drop capabilities", rustix::thread::set_capabilities(None, kept))?;
+    step("forbid new rights", rustix::thread::set_no_new_privs(true))
+}
+
+/// How many files may be open, as far as it may be raised, and no core dumps.
+fn limits(wanted: u64) -> Step<u64> {
+    let given = rustix::process::getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
+    let open_files = wanted.min(given);
+    for (what, most) in [(Resource::Nofile, open_files), (Resource::Core, 0), (Resource::Memlock, 0)] {
+        let limit = Rlimit { current: Some(most), maximum: Some(most) };
+        step("set limits", rustix::process::setrlimit(what, limit))?;
+    }
+    Ok(open_files)
+}

@@ -1,0 +1,636 @@
+//! The loop of a share server: requests of a guest's kernel off the stream, answers onto it.
+//!
+//! Every byte that comes was chosen by a guest. A message that is no message ends the server, and with it the Sandbox: a
+//! guest can only ever break its own mount. A few threads take turns at the stream, so that a flush holds up nobody else.
+//!
+//! ```text
+//! stream ─▶ one message (a thread at a time) ─▶ tree, on that thread ─▶ answer (a thread at a time) ─▶ stream
+//!                  locks that must wait ─▶ tried again by the timer ─▶ answer
+//!                  nothing heard for a while ─▶ the timer asks ─▶ nothing for a long while ─▶ end
+//! ```
+//! Messages are FUSE's own, each with its length first. What is ours: an answer to request 0 of 16 bytes with error 0 asks
+//! whether anybody is there, a request of 40 bytes with operation [`HERE`] says so. The first such question tells the
+//! guest to begin.
+
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use fuse_backend_rs::api::server::Server;
+use fuse_backend_rs::transport::{FuseBuf, FuseDevWriter, Reader};
+
+use super::locks::{Holder, Waiter, Wanted};
+use super::nodes::errno;
+use super::tree::Tree;
+use crate::sys::RangeLock;
+
+/// Threads that serve.
+pub(super) const WORKERS: usize = 4;
+
+/// Bytes before a request's own: length, operation, number, node, ids.
+const REQUEST_HEAD: usize = 40;
+
+/// Bytes before an answer's own: length, error, number.
+const ANSWER_HEAD: usize = 16;
+
+/// The longest message either way: what a FUSE kernel ends at.
+pub(super) const MESSAGE: usize = (1 << 20) + 4096;
+
+/// The operation of the answer to "are you there".
+pub const HERE: u32 = u32::MAX;
+
+/// How often it is asked whether anybody is there, where nothing is heard.
+const ASK: Duration = Duration::from_secs(5);
+
+/// How long nothing may be heard. A guest in software emulation on a busy machine was seen to stand still for ten seconds.
+const SILENCE: Duration = Duration::from_secs(60);
+
+/// Between two tries for a lock that is another's.
+const RETRY: Duration = Duration::from_millis(10);
+
+/// How long a guest may leave an answer lying.
+const UNREAD: Duration = Duration::from_secs(60);
+
+/// Operations of which this module knows more than their number.
+mod operation {
+    pub const FORGET: u32 = 2;
+    pub const READ: u32 = 15;
+    pub const GETXATTR: u32 = 22;
+    pub const LISTXATTR: u32 = 23;
+    pub const READDIR: u32 = 28;
+    pub const GETLK: u32 = 31;
+    pub const SETLK: u32 = 32;
+    pub const SETLKW: u32 = 33;
+    pub const INTERRUPT: u32 = 36;
+    pub const BATCH_FORGET: u32 = 42;
+    pub const READDIRPLUS: u32 = 44;
+}
+
+/// The notice by which a guest's kernel forgets a file's attributes.
+const INVALID_INODE: i32 = 2;
+
+/// Why a server ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// The stream is closed.
+    Closed,
+    /// The guest sent what is no message, or left answers lying.
+    Broken,
+    /// Nothing was heard for too long.
+    Silent,
+    /// A fault of ours.
+    Fault,
+}
+
+impl End {
+    /// The process' exit code.
+    pub fn code(self) -> u8 {
+        match self {
+            End::Closed => 0,
+            End::Broken => 2,
+            End::Silent => 3,
+            End::Fault => 4,
+        }
+    }
+}
+
+/// What the threads share.
+struct Serving {
+    tree: Arc<Tree>,
+    server: Server<Arc<Tree>>,
+    /// Where the library writes what we send ourselves.
+    null: OwnedFd,
+    incoming: Mutex<Incoming>,
+    outgoing: Mutex<UnixStream>,
+    begun: Instant,
+    heard_ms: AtomicU64,
+    wake: SyncSender<()>,
+    over: SyncSender<End>,
+}
+
+/// The reading side: what was read and not taken yet.
+struct Incoming {
+    stream: UnixStream,
+    buffer: Vec<u8>,
+    from: usize,
+    to: usize,
+}
+
+impl Incoming {
+    fn fill(&mut self, wanted: usize) -> io::Result<bool> {
+        while self.to - self.from < wanted {
+            if self.from > 0 {
+                self.buffer.copy_within(self.from..self.to, 0);
+                (self.from, self.to) = (0, self.to - self.from);
+            }
+            match self.stream.read(&mut self.buffer[self.to..]) {
+                Ok(0) => return Ok(false),
+                Ok(read) => self.to += read,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    /// The next message, whole; `false` at the stream's end.
+    fn next(&mut self, into: &mut Vec<u8>) -> io::Result<bool> {
+        if !self.fill(4)? {
+            return Ok(false);
+        }
+        let head = &self.buffer[self.from..self.from + 4];
+        let length = u32::from_le_bytes([head[0], head[1], head[2], head[3]]) as usize;
+        if !(REQUEST_HEAD..=MESSAGE).contains(&length) {
+            return Err(io::ErrorKind::InvalidData.into());
+        }
+        into.clear();
+        let there = (self.to - self.from).min(length);
+        into.extend_from_slice(&self.buffer[self.from..self.from + there]);
+        self.from += there;
+        if there < length {
+            into.resize(length, 0);
+            // The rest of a long one goes where it is wanted.
+            self.stream.read_exact(&mut into[there..])?;
+        }
+        Ok(true)
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    let mut word = [0; 4];
+    match bytes.get(at..at + 4) {
+        Some(found) => word.copy_from_slice(found),
+        None => return 0,
+    }
+    u32::from_le_bytes(word)
+}
+
+fn long(bytes: &[u8], at: usize) -> u64 {
+    u64::from(word(bytes, at)) | u64::from(word(bytes, at + 4)) << 32
+}
+
+/// An answer without a body.
+fn answer(error: i32, unique: u64) -> [u8; ANSWER_HEAD] {
+    let mut answer = [0; ANSWER_HEAD];
+    answer[..4].copy_from_slice(&(ANSWER_HEAD as u32).to_le_bytes());
+    answer[4..8].copy_from_slice(&error.to_le_bytes());
+    answer[8..].copy_from_slice(&unique.to_le_bytes());
+    answer
+}
+
+/// Begins to serve a tree on a stream. The threads run when this returns; [`Running::end`] waits for their end.
+pub(super) struct Running {
+    over: Receiver<End>,
+}
+
+impl Running {
+    pub fn begin(tree: Tree, stream: OwnedFd, null: OwnedFd) -> io::Result<Self> {
+        let stream = UnixStream::from(stream);
+        stream.set_nonblocking(false)?;
+        stream.set_write_timeout(Some(UNREAD))?;
+        let tree = Arc::new(tree);
+        let (wake, woken) = sync_channel(1);
+        let (over, ended) = sync_channel(WORKERS + 1);
+        let incoming = Incoming { stream: stream.try_clone()?, buffer: vec![0; 128 << 10], from: 0, to: 0 };
+        let serving = Arc::new(Serving {
+            server: Server::new(tree.clone()),
+            tree,
+            null,
+            incoming: Mutex::new(incoming),
+            outgoing: Mutex::new(stream),
+            begun: Instant::now(),
+            heard_ms: AtomicU64::new(0),
+            wake,
+            over,
+        });
+        for number in 0..WORKERS {
+            let serving = serving.clone();
+            let name = format!("serve-{number}");
+            std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || {
+                serving.thread(|serving| serving.work());
+            })?;
+        }
+        let timer = serving;
+        std::thread::Builder::new().name("timer".to_owned()).stack_size(128 << 10).spawn(move || {
+            timer.thread(|serving| serving.time(&woken));
+        })?;
+        Ok(Running { over: ended })
+    }
+
+    /// Waits for the end.
+    pub fn end(self) -> End {
+        self.over.recv().unwrap_or(End::Fault)
+    }
+}
+
+impl Serving {
+    /// Runs a thread's life. A panic is a fault of ours and the end, as every other end is.
+    fn thread(&self, life: impl FnOnce(&Self) -> End) {
+        let end = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| life(self))).unwrap_or(End::Fault);
+        // The first one decides; nobody reads the others.
+        let _ = self.over.try_send(end);
+    }
+
+    fn work(&self) -> End {
+        let mut request = Vec::new();
+        let mut reply = vec![0; MESSAGE];
+        loop {
+            let next = self.incoming.lock().unwrap_or_else(PoisonError::into_inner).next(&mut request);
+            match next {
+                Ok(true) => {}
+                Ok(false) => return End::Closed,
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => return End::Broken,
+                Err(_) => return End::Closed,
+            }
+            self.heard_ms.store(self.begun.elapsed().as_millis() as u64, Ordering::Relaxed);
+            let length = self.serve(&mut request, &mut reply);
+            if length > 0 && self.send(&reply[..length]).is_err() {
+                return End::Broken;
+            }
+            // What a long message took is not kept for the many short ones.
+            request.shrink_to(128 << 10);
+        }
+    }
+
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
+        let mut stream = self.outgoing.lock().unwrap_or_else(PoisonError::into_inner);
+        io::Write::write_all(&mut *stream, bytes)
+    }
+
+    /// One request; how many bytes of `reply` are its answer. 0: it has none, or none yet.
+    fn serve(&self, request: &mut [u8], reply: &mut [u8]) -> usize {
+        let (kind, unique) = (word(request, 4), long(request, 8));
+        let put = |reply: &mut [u8], error: i32| {
+            reply[..ANSWER_HEAD].copy_from_slice(&answer(-error, unique));
+            ANSWER_HEAD
+        };
+        match kind {
+            HERE => return 0,
+            operation::INTERRUPT => {
+                let target = long(request, REQUEST_HEAD);
+                if self.tree.locks.interrupt(target) {
+                    reply[..ANSWER_HEAD].copy_from_slice(&answer(-libc::EINTR, target));
+                    return ANSWER_HEAD;
+                }
+                return 0;
+            }
+            operation::GETLK | operation::SETLK | operation::SETLKW => return self.lock(kind, request, reply),
+            // The library makes room for as much as is asked for.
+            operation::GETXATTR | operation::LISTXATTR => {
+                let at = REQUEST_HEAD;
+                if request.len() < at + 8 {
+                    return put(reply, libc::EINVAL);
+                }
+                let size = word(request, at).min(64 << 10);
+                request[at..at + 4].copy_from_slice(&size.to_le_bytes());
+            }
+            operation::READ | operation::READDIR | operation::READDIRPLUS => {
+                if word(request, REQUEST_HEAD + 16) as usize > MESSAGE - 4096 {
+                    return put(reply, libc::EINVAL);
+                }
+            }
+            _ => {}
+        }
+        reply[..ANSWER_HEAD].fill(0);
+        let handled = (|| {
+            let reader = Reader::<()>::from_fuse_buffer(FuseBuf::new(request)).ok()?;
+            let mut whole = FuseDevWriter::<()>::new(self.null.as_raw_fd(), reply).ok()?;
+            let buffered = whole.split_at(0).ok()?;
+            self.server.handle_message(reader, buffered.into(), None, None).ok()
+        })();
+        let length = word(reply, 0) as usize;
+        if length >= ANSWER_HEAD && length <= reply.len() && long(reply, 8) == unique {
+            return length;
+        }
+        if matches!(kind, operation::FORGET | operation::BATCH_FORGET) {
+            return 0;
+        }
+        // The library gives up on some requests without a word, and whoever asked would wait for ever.
+        put(reply, if handled.is_some() { libc::ENOSYS } else { libc::EIO })
+    }
+
+    /// Locks are held here: the library neither waits nor can be interrupted.
+    fn lock(&self, kind: u32, request: &[u8], reply: &mut [u8]) -> usize {
+        let unique = long(request, 8);
+        let body = &request[REQUEST_HEAD..];
+        let put = |reply: &mut [u8], error: i32| {
+            reply[..ANSWER_HEAD].copy_from_slice(&answer(-error, unique));
+            ANSWER_HEAD
+        };
+        // fh, owner, start, end: 8 each; type, pid, flags, padding: 4 each
+        if body.len() < 48 {
+            return put(reply, libc::EINVAL);
+        }
+        let (start, end) = (long(body, 16), long(body, 24));
+        let lock = RangeLock {
+            kind: word(body, 32) as i16,
+            start: start as i64,
+            length: if end >= i64::MAX as u64 { 0 } else { end.wrapping_sub(start).wrapping_add(1) as i64 },
+        };
+        let by = Holder { node: long(request, 16), owner: long(body, 8), whole: word(body, 40) & 1 != 0 };
+        let wanted = Wanted { by, lock };
+        let known = matches!(i32::from(lock.kind), libc::F_RDLCK | libc::F_WRLCK | libc::F_UNLCK);
+        if start > i64::MAX as u64 || end < start || !known {
+            return put(reply, libc::EINVAL);
+        }
+        if kind == operation::GETLK {
+            return match self.tree.locks.get(wanted, || self.tree.open_for_lock(&wanted)) {
+                Ok(found) => {
+                    let last = if found.length == 0 { i64::MAX } else { found.start + found.length - 1 };
+                    reply[..4].copy_from_slice(&(ANSWER_HEAD as u32 + 24).to_le_bytes());
+                    reply[4..8].fill(0);
+                    reply[8..16].copy_from_slice(&unique.to_le_bytes());
+                    reply[16..24].copy_from_slice(&(found.start as u64).to_le_bytes());
+                    reply[24..32].copy_from_slice(&(last as u64).to_le_bytes());
+                    reply[32..36].copy_from_slice(&(found.kind as u32).to_le_bytes());
+                    // Whose it is has a number in another guest at best.
+                    reply[36..40].fill(0);
+                    ANSWER_HEAD + 24
+                }
+                Err(error) => put(reply, code(&error)),
+            };
+        }
+        match self.tree.locks.set(wanted, || self.tree.open_for_lock(&wanted)) {
+            Ok(()) => self.granted(&wanted, unique, reply),
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && kind == operation::SETLKW => {
+                match self.tree.locks.wait(Waiter { unique, wanted }) {
+                    Ok(()) => {
+                        // Full: it is awake, and looks once more before it sleeps.
+                        let _ = self.wake.try_send(());
+                        0
+                    }
+                    Err(error) => put(reply, code(&error)),
+                }
+            }
+            Err(error) => put(reply, code(&error)),
+        }
+    }
+
+    /// The answer to who has its lock now. What others did before they gave it back must be seen from here on, so the
+    /// guest's kernel asks for the file's attributes again, and drops what it read if the file has changed.
+    fn granted(&self, wanted: &Wanted, unique: u64, reply: &mut [u8]) -> usize {
+        let mut at = 0;
+        if wanted.lock.kind != libc::F_UNLCK as i16 {
+            let whole = ANSWER_HEAD + 24;
+            reply[..4].copy_from_slice(&(whole as u32).to_le_bytes());
+            reply[4..8].copy_from_slice(&INVALID_INODE.to_le_bytes());
+            reply[8..16].fill(0);
+            reply[16..24].copy_from_slice(&wanted.by.node.to_le_bytes());
+            // No range: the attributes alone, which waits for nobody.
+            reply[24..32].copy_from_slice(&(-1_i64).to_le_bytes());
+            reply[32..40].fill(0);
+            at = whole;
+        }
+        reply[at..at + ANSWER_HEAD].copy_from_slice(&answer(0, unique));
+        at + ANSWER_HEAD
+    }
+
+    fn time(&self, woken: &Receiver<()>) -> End {
+        let mut asked = None;
+        // Whoever is there may begin.
+        if self.send(&answer(0, 0)).is_err() {
+            return End::Closed;
+        }
+        let mut reply = vec![0; 256];
+        loop {
+            let waits = self.tree.locks.has_waiters();
+            match woken.recv_timeout(if waits { RETRY } else { ASK }) {
+                Ok(()) | Err(RecvTimeoutError::Timeout) => {}
+                Err(RecvTimeoutError::Disconnected) => return End::Fault,
+            }
+            for (waiter, done) in self.tree.locks.retry(|wanted| self.tree.open_for_lock(wanted)) {
+                let length = match done {
+                    Ok(()) => self.granted(&waiter.wanted, waiter.unique, &mut reply),
+                    Err(error) => {
+                        reply[..ANSWER_HEAD].copy_from_slice(&answer(-code(&error), waiter.unique));
+                        ANSWER_HEAD
+                    }
+                };
+                if self.send(&reply[..length]).is_err() {
+                    return End::Broken;
+                }
+            }
+            let now = self.begun.elapsed();
+            let silent = now.saturating_sub(Duration::from_millis(self.heard_ms.load(Ordering::Relaxed)));
+            if silent >= SILENCE {
+                return End::Silent;
+            }
+            if silent >= ASK && asked.is_none_or(|at: Duration| now - at >= ASK) {
+                asked = Some(now);
+                if self.send(&answer(0, 0)).is_err() {
+                    return End::Closed;
+                }
+            }
+        }
+    }
+}
+
+/// The number of an error for a guest's kernel.
+fn code(error: &io::Error) -> i32 {
+    error.raw_os_error().unwrap_or(libc::EIO)
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::io::Write;
+
+    use super::super::nodes::Nodes;
+    use super::super::{Cache, PROOF};
+    use super::*;
+
+    /// A server of `root` on one end of a stream; the other end, and what waits for its end.
+    pub fn serve(root: &std::path::Path, cache: Cache) -> (UnixStream, Running) {
+        let (ours, theirs) = UnixStream::pair().expect("pair");
+        let root = std::fs::File::open(root).expect("root");
+        let nodes = Nodes::new(root.into(), 64, 10_000).expect("nodes");
+        let files = std::fs::File::open("/proc/self/fd").expect("fds").into();
+        let null = std::fs::File::options().write(true).open("/dev/null").expect("null").into();
+        let tree = Tree::new(nodes, files, 64, cache, b"proof".to_vec());
+        let running = Running::begin(tree, theirs.into(), null).expect("begin");
+        ours.set_read_timeout(Some(Duration::from_secs(20))).expect("deadline");
+        (ours, running)
+    }
+
+    pub fn request(kind: u32, unique: u64, node: u64, body: &[u8]) -> Vec<u8> {
+        let mut bytes = ((REQUEST_HEAD + body.len()) as u32).to_le_bytes().to_vec();
+        bytes.extend(kind.to_le_bytes());
+        bytes.extend(unique.to_le_bytes());
+        bytes.extend(node.to_le_bytes());
+        bytes.extend([0; 16]);
+        bytes.extend(body);
+        bytes
+    }
+
+    /// The next answer that is not a question whether we are there: number, error, body.
+    pub fn answered(stream: &mut UnixStream) -> (u64, i32, Vec<u8>) {
+        loop {
+            let mut head = [0; ANSWER_HEAD];
+            stream.read_exact(&mut head).expect("answer");
+            let mut body = vec![0; word(&head, 0) as usize - ANSWER_HEAD];
+            stream.read_exact(&mut body).expect("answer");
+            if long(&head, 8) != 0 {
+                return (long(&head, 8), word(&head, 4) as i32, body);
+            }
+        }
+    }
+
+    fn ask(stream: &mut UnixStream, kind: u32, node: u64, body: &[u8]) -> (i32, Vec<u8>) {
+        stream.write_all(&request(kind, 77, node, body)).expect("ask");
+        let (unique, error, body) = answered(stream);
+        assert_eq!(unique, 77);
+        (error, body)
+    }
+
+    fn init(stream: &mut UnixStream) -> (i32, Vec<u8>) {
+        let body: Vec<u8> = [7_u32, 45, 128 << 10, u32::MAX].iter().flat_map(|word| word.to_le_bytes()).collect();
+        ask(stream, 26, 0, &[&body[..], &[0xff; 48]].concat())
+    }
+
+    #[test]
+    fn the_first_message_settles_sizes_that_make_writing_fast() {
+        let root = tempfile::tempdir().expect("directory");
+        let (mut stream, _running) = serve(root.path(), Cache::Shared);
+        let (error, body) = init(&mut stream);
+        assert_eq!((error, word(&body, 0)), (0, 7));
+        let (flags, largest) = (word(&body, 12), word(&body, 20));
+        assert_eq!(largest, 1 << 20, "writes of {largest} bytes");
+        assert_eq!(flags & (1 << 16), 0, "written later, acknowledged now");
+        assert_ne!(flags & 2, 0, "ranges are locked in the guest alone");
+        assert_ne!(flags & (1 << 10), 0, "files are locked in the guest alone");
+        assert_ne!(init(&mut stream).0, 0, "a second time was taken");
+    }
+
+    #[test]
+    fn no_name_leads_out() {
+        let root = tempfile::tempdir().expect("directory");
+        std::fs::create_dir(root.path().join("share")).expect("directory");
+        std::fs::write(root.path().join("secret"), "x").expect("file");
+        std::os::unix::fs::symlink(root.path(), root.path().join("share/up")).expect("link");
+        let (mut stream, _running) = serve(&root.path().join("share"), Cache::Shared);
+        init(&mut stream);
+        for bad in [&b"..\0"[..], b".\0", b"../secret\0", b"/etc/passwd\0", b"a/b\0", b"\0"] {
+            assert_eq!(ask(&mut stream, 1, 1, bad).0, -libc::EINVAL, "{bad:?}");
+        }
+        assert!(ask(&mut stream, 1, 1, b"no end").0 < 0);
+        // The link is found, as a link, and nothing is found or opened through it.
+        let (error, entry) = ask(&mut stream, 1, 1, b"up\0");
+        assert_eq!(error, 0);
+        let link = long(&entry, 0);
+        assert!(ask(&mut stream, 1, link, b"secret\0").0 < 0, "looked up through a link");
+        assert!(ask(&mut stream, 14, link, &[0; 8]).0 < 0, "a link was opened");
+        assert!(ask(&mut stream, 27, link, &[0; 8]).0 < 0, "a link was opened as a directory");
+        let create = [&0_u32.to_le_bytes()[..], &0o644_u32.to_le_bytes(), &[0; 8], b"../out\0"].concat();
+        assert!(ask(&mut stream, 35, 1, &create).0 < 0);
+        let rename = [&1_u64.to_le_bytes()[..], b"up\0../out\0"].concat();
+        assert!(ask(&mut stream, 12, 1, &rename).0 < 0);
+        assert!(std::fs::read_dir(root.path()).expect("list").count() == 2, "something was made outside");
+    }
+
+    #[test]
+    fn every_request_is_answered_however_bad_it_is() {
+        let root = tempfile::tempdir().expect("directory");
+        std::fs::write(root.path().join("f"), "x").expect("file");
+        let (mut stream, _running) = serve(root.path(), Cache::Shared);
+        init(&mut stream);
+        let unanswered = [operation::FORGET, operation::BATCH_FORGET, operation::INTERRUPT, 38, 26];
+        for kind in (1..=60).chain([4096, 9999, u32::MAX - 1]).filter(|kind| !unanswered.contains(kind)) {
+            for body in [&[][..], &[0xff; 3], &[0; 8], &[0xff; 24], &[0xff; 80], &[0x41; 300]] {
+                for node in [0, 1, 2, 12345, u64::MAX] {
+                    stream.write_all(&request(kind, 5, node, body)).expect("ask");
+                    let (unique, error, _) = answered(&mut stream);
+                    assert_eq!(unique, 5, "{kind}");
+                    assert!((-4095..=0).contains(&error), "{kind}: {error}");
+                }
+            }
+        }
+        assert_eq!(ask(&mut stream, 1, 1, b"f\0").0, 0, "it serves no more");
+    }
+
+    #[test]
+    fn attributes_that_would_fill_memory_are_cut() {
+        let root = tempfile::tempdir().expect("directory");
+        std::fs::write(root.path().join("f"), "x").expect("file");
+        let (mut stream, _running) = serve(root.path(), Cache::Shared);
+        init(&mut stream);
+        let node = long(&ask(&mut stream, 1, 1, b"f\0").1, 0);
+        let huge = [&u32::MAX.to_le_bytes()[..], &[0; 4], b"user.x\0"].concat();
+        assert_eq!(ask(&mut stream, operation::GETXATTR, node, &huge).0, -libc::ENODATA);
+        assert_eq!(ask(&mut stream, operation::LISTXATTR, node, &huge[..8]).0, 0);
+        let read = [&0_u64.to_le_bytes()[..], &0_u64.to_le_bytes(), &u32::MAX.to_le_bytes(), &[0; 20]].concat();
+        assert_eq!(ask(&mut stream, operation::READ, node, &read).0, -libc::EINVAL);
+    }
+
+    #[test]
+    fn what_is_no_message_ends_the_server() {
+        let root = tempfile::tempdir().expect("directory");
+        for bad in [0_u32, 39, MESSAGE as u32 + 1, u32::MAX] {
+            let (mut stream, running) = serve(root.path(), Cache::Shared);
+            stream.write_all(&bad.to_le_bytes()).expect("write");
+            stream.write_all(&[0; 64]).expect("write");
+            assert_eq!(running.end(), End::Broken, "{bad}");
+        }
+        let (stream, running) = serve(root.path(), Cache::Shared);
+        drop(stream);
+        assert_eq!(running.end(), End::Closed);
+    }
+
+    #[test]
+    fn the_mount_is_proved_by_a_file_that_nobody_can_change() {
+        let root = tempfile::tempdir().expect("directory");
+        let (mut stream, _running) = serve(root.path(), Cache::Alone);
+        init(&mut stream);
+        let name = PROOF.to_bytes_with_nul();
+        let (error, entry) = ask(&mut stream, 1, 1, name);
+        assert_eq!(error, 0);
+        let node = long(&entry, 0);
+        let (error, opened) = ask(&mut stream, 14, node, &[0; 8]);
+        assert_eq!(error, 0);
+        let read = [&opened[..8], &0_u64.to_le_bytes(), &4096_u32.to_le_bytes(), &[0; 20]].concat();
+        assert_eq!(ask(&mut stream, operation::READ, node, &read), (0, b"proof".to_vec()));
+        let write =
+            [&opened[..8], &0_u64.to_le_bytes(), &1_u32.to_le_bytes(), &[0; 20], b"x"].concat();
+        assert!(ask(&mut stream, 16, node, &write).0 < 0, "it was written");
+        assert!(ask(&mut stream, 10, 1, name).0 < 0, "it was removed");
+        assert_eq!(std::fs::read_dir(root.path()).expect("list").count(), 0);
+    }
+
+    #[test]
+    fn a_lock_waits_and_can_be_interrupted() {
+        let root = tempfile::tempdir().expect("directory");
+        std::fs::write(root.path().join("f"), "x").expect("file");
+        let (mut one, _running) = serve(root.path(), Cache::Shared);
+        let (mut other, _also) = serve(root.path(), Cache::Shared);
+        let mut nodes = Vec::new();
+        for stream in [&mut one, &mut other] {
+            init(stream);
+            nodes.push(long(&ask(stream, 1, 1, b"f\0").1, 0));
+        }
+        let flock = |kind: i32| {
+            [&[0; 8][..], &9_u64.to_le_bytes(), &[0; 8], &u64::MAX.to_le_bytes(), &kind.to_le_bytes(), &[0; 4]]
+                .concat()
+                .into_iter()
+                .chain([1, 0, 0, 0, 0, 0, 0, 0])
+                .collect::<Vec<u8>>()
+        };
+        let lock = |kind| {
+            let mut body = flock(kind);
+            // A lock of the whole file ends at the largest offset.
+            body[24..32].copy_from_slice(&(i64::MAX as u64).to_le_bytes());
+            body
+        };
+        assert_eq!(ask(&mut one, operation::SETLK, nodes[0], &lock(libc::F_WRLCK)).0, 0);
+        assert_eq!(ask(&mut other, operation::SETLK, nodes[1], &lock(libc::F_WRLCK)).0, -libc::EAGAIN);
+        other.write_all(&request(operation::SETLKW, 100, nodes[1], &lock(libc::F_WRLCK))).expect("wait");
+        other.write_all(&request(operation::INTERRUPT, 101, 0, &100_u64.to_le_bytes())).expect("interrupt");
+        let (unique, error, _) = answered(&mut other);
+        assert_eq!((unique, error), (100, -libc::EINTR));
+        other.write_all(&request(operation::SETLKW, 102, nodes[1], &lock(libc::F_WRLCK))).expect("wait");
+        drop(one);
+        let (unique, error, _) = answered(&mut other);
+        assert_eq!((unique, error), (102, 0), "the lock outlived its holder");
+    }
+}

@@ -1,0 +1,804 @@
+//! Volumes: trees that outlive Sandboxes, each with a cap on its bytes and its files.
+//!
+//! By default a tree is an ext4 file system in a sparse file of root's, made and mounted by the host; no guest ever writes
+//! its blocks. It is mounted nowhere: whoever serves it gets a mount by descriptor, nosuid, nodev and noexec, which goes
+//! with the process that holds it, and the disk with the last of them. So nothing can be left on the host, whatever is
+//! killed when. A plain directory takes its place where the operator lists one; then the cap is that directory's own.
+//!
+//! ```text
+//! <state>/volumes/<hex>/volume.json   what it was asked to be, and under which ids its files are stored
+//!                       image         ext4, sparse
+//! image ─▶ loop device (goes with its last user) ─▶ ext4 ─▶ a mount for each server, by descriptor
+//! ```
+//! Called by the privileged side alone, one request about a tree at a time.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
+use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags};
+use serde::{Deserialize, Serialize};
+
+use crate::disk;
+use crate::held::remove_tree;
+use crate::id::{UidBlock, VolumeId};
+use crate::jail::Access;
+use crate::sys;
+
+/// A tree's cap in MiB: below, ext4's own tables leave no room; above, ext4 ends.
+pub const VOLUME_MIB: std::ops::RangeInclusive<u64> = 16..=16_000_000;
+
+/// The files a tree may have.
+pub const VOLUME_FILES: std::ops::RangeInclusive<u64> = 1024..=1_000_000_000;
+
+/// The id, within its owner's, of the user to whom a new tree belongs: the one that programs of a guest run as.
+pub const USER: u32 = 1000;
+
+/// The directory below the state directory.
+const DIRECTORY: &str = "volumes";
+
+/// In a tree's directory.
+const IMAGE: &str = "image";
+const RECORD: &str = "volume.json";
+
+/// The longest record that is read back.
+const RECORD_BYTES: u64 = 8 * 1024;
+
+/// Empty file systems kept for copying: each costs the host what it has written, some MiB.
+const TEMPLATES: usize = 8;
+
+/// Counts changes of how an empty file system is made.
+const FORMAT: u32 = 1;
+
+/// How long a disk may take to be let go by the kernel after its last user ended: it is flushed meanwhile.
+const QUIET_WITHIN: Duration = Duration::from_secs(60);
+
+/// Tries for a loop device that another process takes first.
+const LOOPS: usize = 64;
+
+/// Why there is no tree.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The plan is not one that is followed.
+    #[error("{0}")]
+    Plan(String),
+    /// There is none of that id.
+    #[error("there is no tree {0}")]
+    NotThere(VolumeId),
+    /// There is one already.
+    #[error("there is a tree {0} already")]
+    There(VolumeId),
+    /// Somebody uses it.
+    #[error("{0} is in use")]
+    InUse(VolumeId),
+    /// Its files are stored under ids that are not this instance's.
+    #[error("files of {id} are stored under ids from {stored}, this instance has those from {ours}")]
+    Ids {
+        /// Which.
+        id: VolumeId,
+        /// The first of its ids.
+        stored: u32,
+        /// What the first would be here.
+        ours: u32,
+    },
+    /// The disk, or a program for it.
+    #[error(transparent)]
+    Disk(#[from] disk::Error),
+    /// A step failed.
+    #[error("{step}")]
+    Step {
+        /// What was tried, on what.
+        step: String,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+}
+
+fn at<E: Into<io::Error>>(step: impl Into<String>) -> impl FnOnce(E) -> Error {
+    let step = step.into();
+    move |source| Error::Step { step, source: source.into() }
+}
+
+/// What a tree is made of.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
+pub enum Medium {
+    /// A file system of its own.
+    Image {
+        /// Cap on its bytes, in MiB.
+        mib: u64,
+        /// Cap on its files, directories and links.
+        files: u64,
+    },
+    /// A directory below one of the operator's list, by that one's name. What caps it is its own file system.
+    Directory {
+        /// The name in the list.
+        name: String,
+    },
+}
+
+/// What pepod asks for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct VolumePlan {
+    /// Which it will be.
+    pub id: VolumeId,
+    /// Whose, by number: below [`UidBlock::TREES`]. Trees of one owner have the same ids.
+    pub owner: u16,
+    /// What of.
+    pub medium: Medium,
+}
+
+impl VolumePlan {
+    /// Checks every bound.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] with the first that does not hold.
+    pub fn check(&self) -> Result<(), Error> {
+        if self.owner >= UidBlock::TREES {
+            return Err(Error::Plan(format!("owner {} is not below {}", self.owner, UidBlock::TREES)));
+        }
+        if let Medium::Image { mib, files } = self.medium {
+            for (field, value, range) in [("mib", mib, &VOLUME_MIB), ("files", files, &VOLUME_FILES)] {
+                if !range.contains(&value) {
+                    let (low, high) = (range.start(), range.end());
+                    return Err(Error::Plan(format!("{field} is {value}, outside {low}..={high}")));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// `volume.json`.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+struct Record {
+    plan: VolumePlan,
+    first_uid: u32,
+}
+
+/// What a tree uses.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct VolumeUsage {
+    /// Bytes its files may have in all, and have.
+    pub bytes: u64,
+    /// Of them, those in use.
+    pub bytes_used: u64,
+    /// Files it may have.
+    pub files: u64,
+    /// Of them, those it has.
+    pub files_used: u64,
+    /// Bytes of the host's disk that it takes.
+    pub allocated: u64,
+    /// Whether bytes and files are capped for this tree alone.
+    pub capped: bool,
+}
+
+/// An instance's trees.
+#[derive(Debug)]
+pub struct Volumes {
+    directory: PathBuf,
+    block: UidBlock,
+    mkfs: PathBuf,
+    listed: BTreeMap<String, PathBuf>,
+    /// One request about a tree at a time: two disks of one file would destroy it.
+    turns: Mutex<HashMap<VolumeId, Arc<Mutex<()>>>>,
+    templates: Mutex<()>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A mount of a tree, held by descriptor, and the first of the ids its files are stored under.
+#[derive(Debug)]
+pub struct Mounted {
+    /// The mount: nowhere, and gone with its last descriptor or the namespace it is moved to.
+    pub mount: OwnedFd,
+    /// See [`UidBlock::tree`].
+    pub first_uid: u32,
+}
+
+impl Volumes {
+    /// Those below a state directory that is root's. The directory is made at the first tree.
+    pub fn new(state: &Path, block: UidBlock, mkfs: PathBuf, listed: BTreeMap<String, PathBuf>) -> Self {
+        let (turns, templates) = (Mutex::default(), Mutex::default());
+        Volumes { directory: state.join(DIRECTORY), block, mkfs, listed, turns, templates }
+    }
+
+    fn turn(&self, id: VolumeId) -> Arc<Mutex<()>> {
+        lock(&self.turns).entry(id).or_default().clone()
+    }
+
+    fn place(&self, id: VolumeId) -> PathBuf {
+        self.directory.join(id.hex())
+    }
+
+    fn record(&self, id: VolumeId) -> Result<Record, Error> {
+        let path = self.place(id).join(RECORD);
+        let file = match File::open(&path) {
+            Ok(file) => file,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Err(Error::NotThere(id)),
+            Err(error) => return Err(at(format!("open {}", path.display()))(error)),
+        };
+        let mut text = Vec::new();
+        file.take(RECORD_BYTES).read_to_end(&mut text).map_err(at(format!("read {}", path.display())))?;
+        serde_json::from_slice(&text).map_err(|error| at(format!("read {}", path.display()))(io::Error::from(error)))
+    }
+
+    /// The ids that an owner's trees have here.
+    fn ids(&self, owner: u16) -> Result<u32, Error> {
+        self.block.tree(owner).ok_or_else(|| Error::Plan(format!("owner {owner} has no ids")))
+    }
+
+    /// Every tree there is.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn all(&self) -> Result<Vec<VolumeId>, Error> {
+        let step = || format!("read {}", self.directory.display());
+        let entries = match fs::read_dir(&self.directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(Vec::new()),
+            Err(error) => return Err(at(step())(error)),
+        };
+        let mut all = Vec::new();
+        for entry in entries {
+            let name = entry.map_err(at(step()))?.file_name();
+            all.extend(name.to_str().and_then(|name| name.parse::<VolumeId>().ok()));
+        }
+        Ok(all)
+    }
+
+    /// Makes one: whole, or not at all.
+    ///
+    /// # Errors
+    /// [`Error::Plan`], [`Error::There`], [`Error::Disk`], [`Error::Step`].
+    pub fn create(&self, plan: &VolumePlan) -> Result<(), Error> {
+        plan.check()?;
+        let turn = self.turn(plan.id);
+        let _turn = lock(&turn);
+        if self.place(plan.id).exists() {
+            return Err(Error::There(plan.id));
+        }
+        let first_uid = self.ids(plan.owner)?;
+        let make = |path: &Path| {
+            fs::DirBuilder::new()
+                .recursive(true)
+                .mode(0o700)
+                .create(path)
+                .map_err(at(format!("make {}", path.display())))
+        };
+        make(&self.directory)?;
+        let new = self.directory.join(format!("{}.new", plan.id.hex()));
+        self.discard(&new)?;
+        make(&new)?;
+        let made = self.fill(plan, first_uid, &new).and_then(|()| {
+            fs::rename(&new, self.place(plan.id)).map_err(at(format!("rename {}", new.display())))?;
+            let parent = File::open(&self.directory).map_err(at("open the directory of trees"))?;
+            parent.sync_all().map_err(at("write the directory of trees"))
+        });
+        if made.is_err() {
+            // The first error is the one to tell; the next sweep finds what is left.
+            let _ = self.discard(&new);
+        }
+        made
+    }
+
+    fn fill(&self, plan: &VolumePlan, first_uid: u32, new: &Path) -> Result<(), Error> {
+        match &plan.medium {
+            Medium::Image { mib, files } => {
+                let image = new.join(IMAGE);
+                let step = || format!("make {}", image.display());
+                let file = File::options()
+                    .read(true)
+                    .write(true)
+                    .create_new(true)
+                    .mode(0o600)
+                    .open(&image)
+                    .map_err(at(step()))?;
+                let template = self.template(*mib, *files, first_uid)?;
+                disk::copy(&template, &file).map_err(at(step()))?;
+                file.sync_all().map_err(at(step()))?;
+            }
+            Medium::Directory { name } => {
+                let above = self.listed(name)?;
+                let below = plan.id.hex();
+                let step = || format!("make {below} in the directory {name}");
+                match rustix::fs::mkdirat(&above, &below, Mode::from_raw_mode(0o755)) {
+                    Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+                    Err(error) => return Err(at(step())(error)),
+                }
+                let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+                let made = rustix::fs::openat(&above, &below, flags, Mode::empty()).map_err(at(step()))?;
+                let owner = first_uid + USER;
+                let (uid, gid) = (rustix::fs::Uid::from_raw(owner), rustix::fs::Gid::from_raw(owner));
+                rustix::fs::fchown(&made, Some(uid), Some(gid)).map_err(at(step()))?;
+            }
+        }
+        let record = Record { plan: plan.clone(), first_uid };
+        let path = new.join(RECORD);
+        let step = || format!("write {}", path.display());
+        let text = serde_json::to_vec(&record).map_err(|error| at(step())(io::Error::from(error)))?;
+        let mut file = File::create_new(&path).map_err(at(step()))?;
+        file.write_all(&text).and_then(|()| file.sync_all()).map_err(at(step()))
+    }
+
+    /// One of the operator's directories.
+    fn listed(&self, name: &str) -> Result<OwnedFd, Error> {
+        let unknown = || Error::Plan(format!("the operator lists no directory `{}`", name.escape_debug()));
+        let path = self.listed.get(name).ok_or_else(unknown)?;
+        let step = format!("open the directory {name}");
+        let top = rustix::fs::open("/", OFlags::DIRECTORY | OFlags::CLOEXEC, Mode::empty()).map_err(at(&*step))?;
+        let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
+        let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let relative = path.strip_prefix("/").unwrap_or(path);
+        rustix::fs::openat2(&top, relative, flags, Mode::empty(), resolve).map_err(at(step))
+    }
+
+    /// An empty file system of that size, made once.
+    fn template(&self, mib: u64, files: u64, first_uid: u32) -> Result<File, Error> {
+        let _alone = lock(&self.templates);
+        let directory = self.directory.join("templates");
+        let name = format!("{mib}-{files}-{first_uid}-{FORMAT}");
+        let path = directory.join(&name);
+        match File::open(&path) {
+            Ok(file) => return Ok(file),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(at(format!("open {}", path.display()))(error)),
+        }
+        fs::DirBuilder::new()
+            .recursive(true)
+            .mode(0o700)
+            .create(&directory)
+            .map_err(at(format!("make {}", directory.display())))?;
+        let new = directory.join(format!("{name}.new"));
+        let made = self.format(&new, mib, files, first_uid).and_then(|()| {
+            fs::rename(&new, &path).map_err(at(format!("rename {}", new.display())))?;
+            File::open(&path).map_err(at(format!("open {}", path.display())))
+        });
+        if made.is_err() {
+            let _ = fs::remove_file(&new);
+        }
+        let made = made?;
+        forget_oldest(&directory).map_err(at(format!("tidy {}", directory.display())))?;
+        Ok(made)
+    }
+
+    fn format(&self, path: &Path, mib: u64, files: u64, first_uid: u32) -> Result<(), Error> {
+        let step = || format!("make {}", path.display());
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(true)
+            .mode(0o600)
+            .open(path)
+            .map_err(at(step()))?;
+        file.set_len(size(mib, files)).map_err(at(step()))?;
+        let owner = first_uid + USER;
+        let options = [
+            "-q".to_owned(),
+            "-F".to_owned(),
+            "-b".to_owned(),
+            "4096".to_owned(),
+            "-m".to_owned(),
+            "0".to_owned(),
+            "-I".to_owned(),
+            "256".to_owned(),
+            "-N".to_owned(),
+            files.to_string(),
+            "-J".to_owned(),
+            format!("size={}", journal_mib(mib)),
+            "-O".to_owned(),
+            // Named one by one: without its configuration file mkfs makes something like ext2.
+            "has_journal,resize_inode,ext_attr,dir_index,filetype,extent,huge_file,flex_bg,uninit_bg,64bit,dir_nlink,\
+             extra_isize,large_file,sparse_super,metadata_csum"
+                .to_owned(),
+            "-E".to_owned(),
+            // Tables that are zero stay holes: neither we nor the kernel write them.
+            format!(
+                "lazy_itable_init=1,lazy_journal_init=1,nodiscard,assume_storage_prezeroed=1,root_owner={owner}:{owner}"
+            ),
+        ];
+        let ran = Command::new(&self.mkfs)
+            .args(&options)
+            .arg(path)
+            .env_clear()
+            .env("MKE2FS_CONFIG", "/dev/null")
+            .stdin(Stdio::null())
+            .output();
+        match ran {
+            Ok(output) if output.status.success() => {}
+            Ok(output) => {
+                let said: String = String::from_utf8_lossy(&output.stderr).trim().chars().take(400).collect();
+                return Err(disk::Error::Mkfs { program: self.mkfs.clone(), said }.into());
+            }
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {
+                return Err(disk::Error::Missing { program: self.mkfs.clone() }.into());
+            }
+            Err(error) => return Err(at(format!("run {}", self.mkfs.display()))(error)),
+        }
+        // What mkfs puts into every file system is nobody's here and would be seen by everybody.
+        let mounted = mount_image(&file, Access::Writable).map_err(at(format!("mount {}", path.display())))?;
+        match rustix::fs::unlinkat(&mounted, "lost+found", AtFlags::REMOVEDIR) {
+            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
+            Err(error) => return Err(at(step())(error)),
+        }
+        drop(mounted);
+        self.wait_until_quiet(&file).map_err(at(format!("unmount {}", path.display())))
+    }
+
+    /// A mount of it for one user. Any number of them may be there at once.
+    ///
+    /// # Errors
+    /// [`Error::NotThere`], [`Error::Ids`], [`Error::Step`].
+    pub fn mount(&self, id: VolumeId, access: Access) -> Result<Mounted, Error> {
+        let turn = self.turn(id);
+        let _turn = lock(&turn);
+        self.mount_now(id, access)
+    }
+
+    fn mount_now(&self, id: VolumeId, access: Access) -> Result<Mounted, Error> {
+        let Record { plan, first_uid } = self.record(id)?;
+        let ours = self.ids(plan.owner)?;
+        if ours != first_uid {
+            return Err(Error::Ids { id, stored: first_uid, ours });
+        }
+        let mount = match &plan.medium {
+            Medium::Image { .. } => {
+                let image = self.open_image(id)?;
+                mount_image(&image, access).map_err(at(format!("mount {id}")))?
+            }
+            Medium::Directory { name } => {
+                let above = self.listed(name)?;
+                let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
+                let nofollow = OpenTreeFlags::AT_SYMLINK_NOFOLLOW;
+                let tree = rustix::mount::open_tree(&above, id.hex(), flags | nofollow)
+                    .map_err(at(format!("open {id} in the directory {name}")))?;
+                sys::restrict_mount(tree.as_fd(), access == Access::ReadOnly)
+                    .map_err(at(format!("mount {id} from the directory {name} (Linux 5.12 can)")))?;
+                tree
+            }
+        };
+        Ok(Mounted { mount, first_uid })
+    }
+
+    fn open_image(&self, id: VolumeId) -> Result<File, Error> {
+        let path = self.place(id).join(IMAGE);
+        let step = || format!("open {}", path.display());
+        let file = File::options()
+            .read(true)
+            .write(true)
+            .custom_flags((OFlags::NOFOLLOW | OFlags::CLOEXEC).bits() as i32)
+            .open(&path)
+            .map_err(at(step()))?;
+        let meta = file.metadata().map_err(at(step()))?;
+        if !meta.is_file() || meta.uid() != rustix::process::geteuid().as_raw() {
+            return Err(at(step())(io::Error::other("it is not a plain file of ours")));
+        }
+        Ok(file)
+    }
+
+    /// What it uses now.
+    ///
+    /// # Errors
+    /// As [`Volumes::mount`].
+    pub fn usage(&self, id: VolumeId) -> Result<VolumeUsage, Error> {
+        let turn = self.turn(id);
+        let _turn = lock(&turn);
+        let record = self.record(id)?;
+        let mounted = self.mount_now(id, Access::Writable)?;
+        let space = rustix::fs::fstatvfs(&mounted.mount).map_err(at(format!("look at {id}")))?;
+        let (capped, allocated) = match record.plan.medium {
+            Medium::Image { .. } => {
+                (true, self.open_image(id)?.metadata().map_err(at(format!("look at {id}")))?.blocks() * 512)
+            }
+            Medium::Directory { .. } => (false, 0),
+        };
+        Ok(VolumeUsage {
+            bytes: space.f_blocks.saturating_mul(space.f_frsize),
+            bytes_used: space.f_blocks.saturating_sub(space.f_bfree).saturating_mul(space.f_frsize),
+            files: space.f_files,
+            files_used: space.f_files.saturating_sub(space.f_ffree),
+            allocated,
+            capped,
+        })
+    }
+
+    /// Gives the disk back what it holds no more, and makes everything written so far last through a power cut.
+    ///
+    /// # Errors
+    /// As [`Volumes::mount`].
+    pub fn settle(&self, id: VolumeId) -> Result<(), Error> {
+        let turn = self.turn(id);
+        let _turn = lock(&turn);
+        let record = self.record(id)?;
+        let mounted = self.mount_now(id, Access::Writable)?;
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        let root = rustix::fs::openat(&mounted.mount, ".", flags, Mode::empty()).map_err(at(format!("open {id}")))?;
+        rustix::fs::syncfs(&root).map_err(at(format!("flush {id}")))?;
+        if matches!(record.plan.medium, Medium::Image { .. }) {
+            match sys::disk::trim(root.as_fd()) {
+                // A disk below that knows no holes keeps what it has: only room is lost.
+                Ok(_) => {}
+                Err(error) if error.raw_os_error() == Some(libc::EOPNOTSUPP) => {}
+                Err(error) => return Err(at(format!("trim {id}"))(error)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Raises the cap. Nobody may use it meanwhile: the kernel lets only a process that may pass every limit resize what is
+    /// mounted, and the privileged side may not.
+    ///
+    /// # Errors
+    /// [`Error::Plan`], [`Error::NotThere`], [`Error::InUse`], [`Error::Step`].
+    pub fn grow(&self, id: VolumeId, mib: u64) -> Result<(), Error> {
+        let turn = self.turn(id);
+        let _turn = lock(&turn);
+        let Record { mut plan, first_uid } = self.record(id)?;
+        let Medium::Image { mib: now, files } = plan.medium else {
+            return Err(Error::Plan("a directory of the operator's has no cap to change".to_owned()));
+        };
+        plan.medium = Medium::Image { mib, files };
+        plan.check()?;
+        if mib < now {
+            return Err(Error::Plan(format!("it has {now} MiB: a tree grows and does not shrink")));
+        }
+        let image = self.open_image(id)?;
+        if device_of(&image).map_err(at("look for its disk"))?.is_some() {
+            return Err(Error::InUse(id));
+        }
+        if mib > now {
+            image.set_len(size(mib, files)).map_err(at(format!("grow {id}")))?;
+            let program = self.mkfs.with_file_name("resize2fs");
+            let ran = Command::new(&program)
+                .arg("-f")
+                .arg(self.place(id).join(IMAGE))
+                .env_clear()
+                .stdin(Stdio::null())
+                .output()
+                .map_err(at(format!("run {}", program.display())))?;
+            if !ran.status.success() {
+                let said: String = String::from_utf8_lossy(&ran.stderr).trim().chars().take(400).collect();
+                return Err(disk::Error::Mkfs { program, said }.into());
+            }
+            image.sync_all().map_err(at(format!("grow {id}")))?;
+        }
+        let path = self.place(id).join(RECORD);
+        let new = self.place(id).join(format!("{RECORD}.new"));
+        let text = serde_json::to_vec(&Record { plan, first_uid })
+            .map_err(|error| at(format!("write {}", path.display()))(io::Error::from(error)))?;
+        fs::write(&new, text)
+            .and_then(|()| File::open(&new)?.sync_all())
+            .and_then(|()| fs::rename(&new, &path))
+            .map_err(at(format!("write {}", path.display())))
+    }
+
+    /// Removes it with all that is in it; how many bytes of the host's disk that gave back. One that is not there is removed.
+    ///
+    /// # Errors
+    /// [`Error::InUse`], [`Error::Step`].
+    pub fn remove(&self, id: VolumeId) -> Result<u64, Error> {
+        let turn = self.turn(id);
+        let _turn = lock(&turn);
+        let record = match self.record(id) {
+            Ok(record) => record,
+            Err(Error::NotThere(_)) => {
+                self.discard(&self.place(id))?;
+                return Ok(0);
+            }
+            Err(error) => return Err(error),
+        };
+        let mut freed = 0;
+        match &record.plan.medium {
+            Medium::Image { .. } => match self.open_image(id) {
+                Ok(image) => {
+                    // A server that has just ended lets go of it in a moment.
+                    self.wait_until_quiet(&image).map_err(|_| Error::InUse(id))?;
+                    freed = image.metadata().map(|meta| meta.blocks() * 512).unwrap_or(0);
+                }
+                Err(Error::Step { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
+                Err(error) => return Err(error),
+            },
+            Medium::Directory { name } => {
+                let above = self.listed(name)?;
+                remove_tree(above.as_fd(), &id.hex()).map_err(at(format!("remove {id} from the directory {name}")))?;
+            }
+        }
+        // The record goes last of all, with its directory: until then it is a tree that can be removed again.
+        let gone = self.directory.join(format!("{}.new", id.hex()));
+        self.discard(&gone)?;
+        fs::rename(self.place(id), &gone).map_err(at(format!("remove {id}")))?;
+        self.discard(&gone)?;
+        lock(&self.turns).remove(&id);
+        Ok(freed)
+    }
+
+    /// Removes what a creation or a removal that was cut off left. Called once, before anything else.
+    ///
+    /// # Errors
+    /// The directory cannot be read.
+    pub fn sweep(&self) -> Result<(), Error> {
+        let entries = match fs::read_dir(&self.directory) {
+            Ok(entries) => entries,
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) => return Err(at(format!("read {}", self.directory.display()))(error)),
+        };
+        for entry in entries.flatten() {
+            if entry.file_name().to_str().is_some_and(|name| name.ends_with(".new")) {
+                self.discard(&entry.path())?;
+            }
+        }
+        Ok(())
+    }
+
+    fn discard(&self, path: &Path) -> Result<(), Error> {
+        match fs::remove_dir_all(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                Err(at(format!("remove {}", path.display()))(error))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn wait_until_quiet(&self, image: &File) -> io::Result<()> {
+        let deadline = Instant::now() + QUIET_WITHIN;
+        while device_of(image)?.is_some() {
+            if Instant::now() >= deadline {
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        Ok(())
+    }
+}
+
+/// The file's size for a cap on bytes and files: ext4's tables are not the user's to pay for.
+fn size(mib: u64, files: u64) -> u64 {
+    // Inodes of 256 bytes; a bitmap block for each and a copy of the group table here and there in every 128 MiB.
+    let tables = files.saturating_mul(256) + (mib / 128 + 1) * (64 << 10);
+    let total = (mib << 20) + tables + (journal_mib(mib) << 20) + (4 << 20);
+    total.next_multiple_of(1 << 20)
+}
+
+fn journal_mib(mib: u64) -> u64 {
+    (mib / 32).clamp(4, 64)
+}
+
+/// The templates used last stay.
+fn forget_oldest(directory: &Path) -> io::Result<()> {
+    let mut templates = Vec::new();
+    for entry in fs::read_dir(directory)? {
+        let path = entry?.path();
+        if let Ok(meta) = fs::metadata(&path) {
+            templates.push((meta.accessed().or_else(|_| meta.modified())?, path));
+        }
+    }
+    templates.sort_unstable();
+    let over = templates.len().saturating_sub(TEMPLATES);
+    for (_, path) in &templates[..over] {
+        match fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+/// The loop device that has this file as its disk, if one does. Looked for among all there are: no record of ours can be
+/// wrong about it.
+fn device_of(image: &File) -> io::Result<Option<(OwnedFd, PathBuf)>> {
+    let meta = image.metadata()?;
+    for entry in fs::read_dir("/sys/block")? {
+        let name = entry?.file_name();
+        let Some(name) = name.to_str().filter(|name| name.starts_with("loop")) else { continue };
+        if !Path::new("/sys/block").join(name).join("loop/backing_file").exists() {
+            continue;
+        }
+        let path = Path::new("/dev").join(name);
+        let Ok(device) = open_device(&path) else { continue };
+        if sys::disk::backing(device.as_fd()).ok().flatten() == Some((meta.dev(), meta.ino())) {
+            return Ok(Some((device, path)));
+        }
+    }
+    Ok(None)
+}
+
+fn open_device(path: &Path) -> io::Result<OwnedFd> {
+    let device = rustix::fs::open(path, OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
+    let stat = rustix::fs::fstat(&device)?;
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::BlockDevice => Ok(device),
+        _ => Err(io::Error::other(format!("{} is not a disk", path.display()))),
+    }
+}
+
+/// Mounts an image, by way of a loop device that goes with its last mount. The caller has the image's turn.
+fn mount_image(image: &File, access: Access) -> io::Result<OwnedFd> {
+    // Held until it is mounted: a device that nobody has open is not the image's any more.
+    let (_device, path) = match device_of(image)? {
+        Some(found) => found,
+        None => attach(image)?,
+    };
+    let fs = rustix::mount::fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC)?;
+    rustix::mount::fsconfig_set_string(&fs, "source", &path)?;
+    rustix::mount::fsconfig_set_flag(&fs, "noinit_itable")?;
+    rustix::mount::fsconfig_set_string(&fs, "errors", "remount-ro")?;
+    rustix::mount::fsconfig_create(&fs)?;
+    let mut attributes =
+        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
+    if access == Access::ReadOnly {
+        attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
+    }
+    Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
+}
+
+fn attach(image: &File) -> io::Result<(OwnedFd, PathBuf)> {
+    let control = rustix::fs::open("/dev/loop-control", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
+    let mut last = io::Error::from(io::ErrorKind::ResourceBusy);
+    for _ in 0..LOOPS {
+        let number = sys::disk::free(control.as_fd())?;
+        let path = PathBuf::from(format!("/dev/loop{number}"));
+        if !path.exists() {
+            // Where no devtmpfs makes them.
+            let device = rustix::fs::makedev(7, number);
+            let mode = Mode::from_raw_mode(0o600);
+            match rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::BlockDevice, mode, device) {
+                Ok(()) | Err(rustix::io::Errno::EXIST) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        let device = open_device(&path)?;
+        // Without a second copy in memory where the file system below can do that.
+        let configured = sys::disk::configure(device.as_fd(), image.as_fd(), true).or_else(|error| {
+            match error.raw_os_error() {
+                Some(libc::EINVAL) => sys::disk::configure(device.as_fd(), image.as_fd(), false),
+                _ => Err(error),
+            }
+        });
+        match configured {
+            Ok(()) => return Ok((device, path)),
+            // Another process took it first.
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => last = error,
+            Err(error) => return Err(error),
+        }
+    }
+    Err(last)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn plan(mib: u64, files: u64) -> VolumePlan {
+        VolumePlan { id: VolumeId::new([7; 16]), owner: 0, medium: Medium::Image { mib, files } }
+    }
+
+    #[test]
+    fn a_plan_is_checked() {
+        plan(16, 1024).check().expect("small");
+        plan(16_000_000, 1_000_000_000).check().expect("large");
+        for bad in [plan(15, 1024), plan(16, 1023), plan(u64::MAX, 1024), plan(16, u64::MAX)] {
+            assert!(bad.check().is_err(), "{bad:?} was taken");
+        }
+        assert!(VolumePlan { owner: UidBlock::TREES, ..plan(16, 1024) }.check().is_err());
+        let text = serde_json::to_string(&plan(16, 1024)).expect("json");
+        assert_eq!(serde_json::from_str::<VolumePlan>(&text).expect("plan"), plan(16, 1024));
+    }
+
+    #[test]
+    fn tables_are_not_the_users_to_pay_for() {
+        assert!(size(10 * 1024, 1 << 20) >= (10 << 30) + (256 << 20));
+        assert!(size(16, 1024) < 32 << 20);
+    }
+}
