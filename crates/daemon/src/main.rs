@@ -3,7 +3,7 @@
 //! ```text
 //! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
 //! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
-//! pepod keeper --fd N | jail --fd N | build … | probe                                 its own, by re-execution
+//! pepod keeper --fd N | jail --fd N | share --fd N | build … | probe                                 its own, by re-execution
 //! ```
 
 #![forbid(unsafe_code)]
@@ -63,6 +63,7 @@ fn run() -> anyhow::Result<ExitCode> {
     let fd = || fd.context("--fd is missing");
     match words[..] {
         ["keeper"] => return modes::keep(fd()?),
+        ["share"] => return modes::share(fd()?),
         ["jail"] => return modes::enter_jail(fd()?),
         ["probe"] => return modes::probe(),
         _ => {}

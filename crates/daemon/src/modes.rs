@@ -6,7 +6,7 @@ use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::Context as _;
 use pepo_api::{DoctorReport, Leftover, Severity, SweepReport};
-use pepo_sandbox::{jail, keeper, sweep, sys};
+use pepo_sandbox::{jail, keeper, share, sweep, sys};
 use serde::Serialize;
 
 use crate::config::{self, Config, Typed};
@@ -36,6 +36,15 @@ fn say_json<T: Serialize>(value: &T) -> anyhow::Result<()> {
 pub fn keep(fd: RawFd) -> anyhow::Result<ExitCode> {
     let socket = sys::inherited(fd).context("no socket was handed over")?;
     Ok(ExitCode::from(keeper::run(socket)))
+}
+
+/// `pepod share --fd N`.
+///
+/// # Errors
+/// There is no such descriptor.
+pub fn share(fd: RawFd) -> anyhow::Result<ExitCode> {
+    let socket = sys::inherited(fd).context("no socket was handed over")?;
+    Ok(ExitCode::from(share::run(socket)))
 }
 
 /// `pepod jail --fd N`: becomes the program of the specification. Its words go where the program's would.

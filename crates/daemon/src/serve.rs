@@ -63,6 +63,7 @@ pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
                 qemu: None,
                 firecracker: None,
                 mkfs,
+                directories: Default::default(),
             };
             let ended = pepo_sandbox::host::run(socket, host);
             places::unbind(&places);

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use pepo_proto::{
     Activate, Cause, Event, Exec, FailureCode, Frame, GENERATION, Hello, HelloReply, LEASE_SECONDS, MAX_STREAMS, OpId,
-    OpSummary, Operation, Outcome, Request, Stats, URGENT_STREAMS, Variable,
+    OpSummary, Operation, Outcome, Request, Share, Stats, URGENT_STREAMS, Variable,
 };
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
@@ -35,7 +35,7 @@ use crate::sys;
 use crate::tree::{self, Trees};
 use crate::user::{User, Users};
 use crate::wire::Wire;
-use crate::{dial, files};
+use crate::{dial, files, share};
 
 /// How long a new stream may take to send its Request.
 const FIRST_FRAME: Duration = Duration::from_secs(10);
@@ -426,6 +426,10 @@ impl Agent {
                     return stream.end(outcome).await;
                 }
             },
+            Operation::Share(wanted) => {
+                drop(named);
+                return self.share(stream, wanted).await;
+            }
             operation if files::acting_user(&operation).is_some() => {
                 return self.on_files(stream, named, cancel, operation).await;
             }
@@ -457,6 +461,27 @@ impl Agent {
             }
         }
         drop(named);
+    }
+
+    /// Mounts a tree of the host's; its stream is the kernel's from then on, and no longer one of ours.
+    async fn share(self: Rc<Self>, mut stream: Stream, wanted: Share) {
+        if !self.is_guest() {
+            return stream.end(failed(FailureCode::Invalid, "only a guest can mount a tree")).await;
+        }
+        self.settle().await;
+        let mounted = spawn_blocking(move || share::mount_tree(&wanted)).await;
+        let mounted = mounted.unwrap_or_else(|_| Err(failed(FailureCode::Io, "the tree was not mounted")));
+        let fuse = match mounted {
+            Ok(fuse) => fuse,
+            Err(outcome) => return stream.end(outcome).await,
+        };
+        if stream.send(Frame::Accepted).await.is_err() {
+            return;
+        }
+        let (socket, input) = stream.into_parts();
+        let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
+        // Without a thread both ends close here, which the host sees.
+        drop(pumping.spawn(move || share::pump(fuse, socket, input)));
     }
 
     /// An operation on files, on a thread. Cancelling it closes the stream.
@@ -617,6 +642,13 @@ impl Agent {
                 }
             }
             Operation::Shutdown => self.shutdown().await,
+            Operation::Keep(keep) => match (self.is_guest(), self.user(keep.user.as_deref())) {
+                (true, Ok(user)) => spawn_blocking(move || share::keep(&keep, &user))
+                    .await
+                    .unwrap_or_else(|_| Err(failed(FailureCode::Io, "nothing is kept"))),
+                (false, _) => Err(failed(FailureCode::Invalid, "only a guest can keep paths")),
+                (_, Err(outcome)) => Err(outcome),
+            },
             _ => Err(failed(FailureCode::Invalid, "this operation has no place here")),
         };
         result.map_or_else(|outcome| outcome, |()| Outcome::Done)

@@ -15,6 +15,7 @@ mod init;
 mod input;
 mod mount;
 mod ring;
+mod share;
 mod shell;
 mod spawn;
 mod stream;

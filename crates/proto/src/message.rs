@@ -95,6 +95,13 @@ pub enum Operation {
     /// Close the streams opened under a name, and do nothing else.
     #[n(23)]
     Leave(#[n(0)] Leave),
+    /// Mount a tree of the host's. After [`crate::Frame::Accepted`] the stream is no stream of frames any more: it carries
+    /// FUSE's own messages both ways, the first one from the host, until the guest unmounts or either side goes.
+    #[n(24)]
+    Share(#[n(0)] Share),
+    /// Keep some paths in a mounted tree: each is made there where it is not, and bound over its place.
+    #[n(25)]
+    Keep(#[n(0)] Keep),
 }
 
 impl Operation {
@@ -294,6 +301,31 @@ pub struct Leave {
     /// The name their Request had. The program goes on, under its lease where no other stream is left.
     #[n(0)]
     pub stream: OpId,
+}
+
+/// A tree of the host's to mount.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub struct Share {
+    /// Where: absolute, made where missing.
+    #[n(0)]
+    pub path: String,
+    /// Whether nothing may be changed there.
+    #[n(1)]
+    pub read_only: bool,
+}
+
+/// Paths to keep in a mounted tree.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub struct Keep {
+    /// The directory, in the tree, that keeps them; made where missing.
+    #[n(0)]
+    pub top: String,
+    /// Each absolute, or under the user's home as `~/...`.
+    #[n(1)]
+    pub paths: Vec<String>,
+    /// Whose they are; the default user where absent.
+    #[n(2)]
+    pub user: Option<String>,
 }
 
 /// A file's bytes, guest to host.

@@ -6,22 +6,28 @@
 
 use std::time::Duration;
 
-use pepo_proto::Activate;
+use pepo_proto::{Activate, Share};
 use pepo_proto::console::{AGENT_DIED, BOOT_FAILED};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::{self, Claim, Error, Step, Warm};
 use crate::guest::Guest;
 use crate::host::{self, Evidence, Host, Keeper};
-use crate::id::SandboxId;
+use crate::id::{SandboxId, VolumeId};
 use crate::keeper::{ExitRecord, Left, Shutdown};
+use crate::jail::Access;
 use crate::plan::Plan;
+use crate::share::{Cache, PROOF, SharePlan};
 
 /// How long a guest may take to become this Sandbox.
 const ACTIVATE_WITHIN: Duration = Duration::from_secs(30);
 
 /// How long a VMM may take to end after its guest said it is shutting down.
 const POWER_OFF_WITHIN: Duration = Duration::from_secs(5);
+
+/// How much later than a server of its trees a Sandbox's keeper may end for its end to be the one that is told: it reads
+/// the console for half a second.
+const BESIDE: Duration = Duration::from_millis(1500);
 
 /// Console lines kept in an [`Exit`].
 const CONSOLE_LINES: usize = 20;
@@ -41,6 +47,8 @@ pub enum Cause {
     GuestOff,
     /// The VMM or its vsock device ended otherwise.
     VmmExit,
+    /// A tree that it was served is not served any more.
+    MountLost,
     /// Its keeper was killed: nothing was written.
     KilledOutside,
     /// None of these can be told.
@@ -57,6 +65,7 @@ impl Cause {
             Cause::GuestInitDied => "guest_init_died",
             Cause::GuestOff => "guest_off",
             Cause::VmmExit => "vmm_exit",
+            Cause::MountLost => "mount_lost",
             Cause::KilledOutside => "killed_outside",
             Cause::Unknown => "unknown",
         }
@@ -97,7 +106,14 @@ impl Warm {
     ///
     /// # Errors
     /// [`Error::Guest`], [`Error::Ended`], [`Error::Silent`], [`Error::Cancelled`]; everything has been given back then.
-    pub async fn activate(self, activation: Activate, cancel: &CancellationToken) -> Result<Active, Error> {
+    ///
+    /// Every mount stands, and is proved to be the host's tree, before this returns.
+    pub async fn activate(
+        self,
+        activation: Activate,
+        mounts: Vec<Mount>,
+        cancel: &CancellationToken,
+    ) -> Result<Active, Error> {
         let Warm { claim, plan, keeper, guest, .. } = self;
         let id = plan.id;
         #[cfg(feature = "fake")]
@@ -108,17 +124,91 @@ impl Warm {
             biased;
             () = cancel.cancelled() => Err(Error::Cancelled { id }),
             () = keeper.ended() => return Err(boot::ended(claim, Step::Activate).await),
-            done = tokio::time::timeout(ACTIVATE_WITHIN, guest.activate(activation)) => match done {
-                Ok(Ok(())) => Ok(()),
-                Ok(Err(source)) => Err(Error::Guest { step: Step::Activate, id, source: source.into() }),
+            done = tokio::time::timeout(ACTIVATE_WITHIN, become_it(&claim, &guest, activation, mounts)) => match done {
+                Ok(Ok(servers)) => Ok(servers),
+                Ok(Err(source)) => Err(Error::Guest { step: Step::Activate, id, source }),
                 Err(_) => Err(Error::Silent { id, within: ACTIVATE_WITHIN, console: Vec::new() }),
             },
         };
         match outcome {
-            Ok(()) => Ok(Active { claim, plan, keeper, guest }),
+            Ok(servers) => Ok(Active { claim, plan, keeper, guest, servers }),
             Err(error) => Err(boot::give_back(claim, error).await),
         }
     }
+}
+
+/// A tree of the host's that a Sandbox gets.
+#[derive(Clone, Debug)]
+pub struct Mount {
+    /// Which tree, and how; its proof is made here.
+    pub volume: VolumeId,
+    /// Whether the guest may change it.
+    pub access: Access,
+    /// Whether others may.
+    pub cache: Cache,
+    /// Where in the guest.
+    pub path: String,
+}
+
+/// Why a mount does not stand.
+#[derive(Debug, thiserror::Error)]
+enum MountError {
+    #[error("mount {path}")]
+    Guest { path: String, source: crate::guest::Error },
+    #[error("serve {path}")]
+    Host { path: String, source: host::Error },
+    #[error("no random bytes")]
+    Random(#[source] std::io::Error),
+    #[error("what is at {path} in the guest is not the tree that was to be there")]
+    Unproved { path: String },
+}
+
+/// Everything that makes a guest this Sandbox.
+async fn become_it(
+    claim: &Claim,
+    guest: &Guest,
+    activation: Activate,
+    mounts: Vec<Mount>,
+) -> Result<Vec<Keeper>, Box<dyn std::error::Error + Send + Sync>> {
+    guest.activate(activation).await?;
+    let mut servers = Vec::with_capacity(mounts.len());
+    for mount in mounts {
+        servers.push(stand(claim, guest, mount).await?);
+    }
+    Ok(servers)
+}
+
+/// One mount: the guest mounts, the host serves, and a file that only the server can know is read through both.
+async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, MountError> {
+    let Mount { volume, access, cache, path } = mount;
+    let told = |source| MountError::Guest { path: path.clone(), source };
+    let mut random = [0; 16];
+    rustix::rand::getrandom(&mut random, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| MountError::Random(error.into()))?;
+    let proof: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
+    let share = Share { path: path.clone(), read_only: access == Access::ReadOnly };
+    let stream = guest.share(share).await.map_err(told)?;
+    let plan = SharePlan { volume, access, cache, proof: proof.clone() };
+    let server = claim
+        .host()
+        .share(claim.id(), plan, stream)
+        .await
+        .map_err(|source| MountError::Host { path: path.clone(), source })?;
+    let read = pepo_proto::Read {
+        path: format!("{}/{}", path.trim_end_matches('/'), PROOF.to_string_lossy()),
+        offset: 0,
+        length: Some(256),
+        user: Some("0".to_owned()),
+    };
+    let (_, mut download) = guest.read(read).await.map_err(told)?;
+    let mut said = Vec::new();
+    while let Some(bytes) = download.next().await {
+        said.extend_from_slice(&bytes.map_err(told)?);
+        if said.len() > 256 {
+            break;
+        }
+    }
+    if said == proof.as_bytes() { Ok(server) } else { Err(MountError::Unproved { path }) }
 }
 
 /// A Sandbox that serves.
@@ -128,6 +218,8 @@ pub struct Active {
     plan: Plan,
     keeper: Keeper,
     guest: Guest,
+    /// Who serves its trees.
+    servers: Vec<Keeper>,
 }
 
 /// Takes over a Sandbox that an earlier life of pepod activated. Whether it *was* activated is the caller's to know: one
@@ -136,8 +228,8 @@ pub struct Active {
 /// # Errors
 /// It does not run (any more): [`Host::evidence`] tells how it ended, [`Host::release`] gives it back.
 pub async fn adopt(host: &Host, id: SandboxId) -> Result<Active, host::Error> {
-    let (plan, keeper) = host.adopt(id).await?;
-    Ok(Active { claim: Claim::new(host.clone(), id), plan, keeper, guest: host.guest(id) })
+    let (plan, keeper, servers) = host.adopt(id).await?;
+    Ok(Active { claim: Claim::new(host.clone(), id), plan, keeper, guest: host.guest(id), servers })
 }
 
 /// How a Sandbox ended that no [`Active`] holds any more (its keeper ended while pepod was away); everything is given back.
@@ -163,12 +255,12 @@ impl Active {
 
     /// Returns when it has ended by itself, at once every time after that. [`Active::stop`] then says how and gives it back.
     pub async fn wait(&self) {
-        self.keeper.ended().await;
+        self.life().ended().await;
     }
 
     /// A watch on its end that outlives this borrow.
-    pub fn keeper(&self) -> Keeper {
-        self.keeper.clone()
+    pub fn life(&self) -> Life {
+        Life { keeper: self.keeper.clone(), servers: self.servers.clone() }
     }
 
     /// What it uses on the host now.
@@ -203,7 +295,11 @@ impl Active {
     /// The one stop path. With a grace the guest is asked to end its programs and flush first; `Duration::ZERO` asks nothing.
     /// What had ended before is told as it ended, else the cause is [`Cause::Stopped`].
     pub async fn stop(self, grace: Duration) -> Exit {
+        let life = self.life();
         let Active { claim, keeper, guest, .. } = self;
+        if life.lost_a_mount().await {
+            return collect(claim, Asked::MountLost).await;
+        }
         if keeper.has_ended() {
             return collect(claim, Asked::No).await;
         }
@@ -232,6 +328,30 @@ impl Active {
     }
 }
 
+/// What ends with a Sandbox, or ends it: its keeper, and the servers of its trees.
+#[derive(Clone, Debug)]
+pub struct Life {
+    keeper: Keeper,
+    servers: Vec<Keeper>,
+}
+
+impl Life {
+    /// Returns when the Sandbox has ended or has lost a tree.
+    pub async fn ended(&self) {
+        let all = self.servers.iter().chain([&self.keeper]).map(|process| Box::pin(process.ended()));
+        futures_util::future::select_all(all).await;
+    }
+
+    /// Whether a server ended and the keeper goes on. A Sandbox that ends takes its servers along, some of them a moment
+    /// before its keeper has written how.
+    async fn lost_a_mount(&self) -> bool {
+        if !self.servers.iter().any(Keeper::has_ended) {
+            return false;
+        }
+        tokio::time::timeout(BESIDE, self.keeper.ended()).await.is_err()
+    }
+}
+
 /// Whether the end was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Asked {
@@ -239,6 +359,8 @@ pub(crate) enum Asked {
     Yes,
     /// It came by itself.
     No,
+    /// By us, since a tree that it was served is not served any more.
+    MountLost,
 }
 
 /// Reads what is left, gives everything back, and says how it ended.
@@ -256,6 +378,9 @@ pub(crate) async fn collect(claim: Claim, asked: Asked) -> Exit {
 pub(crate) fn exit(id: SandboxId, evidence: Evidence, asked: Asked, released: Result<(), host::Error>) -> Exit {
     let Evidence { exit: record, console, .. } = evidence;
     let (cause, detail) = match (&record, asked) {
+        (_, Asked::MountLost) => {
+            (Cause::MountLost, "the server of its files ended, so it was ended: what was acknowledged is kept".to_owned())
+        }
         (_, Asked::Yes) => (Cause::Stopped, "stopped as asked".to_owned()),
         (None, Asked::No) => (Cause::KilledOutside, "killed from outside: its keeper wrote nothing".to_owned()),
         (Some(record), Asked::No) => told(record, &console.bytes),

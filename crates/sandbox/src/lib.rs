@@ -32,10 +32,10 @@ pub mod sys;
 pub mod vmm;
 pub mod volume;
 
-pub use activate::{Active, Cause, Exit, adopt};
+pub use activate::{Active, Cause, Exit, Life, Mount, adopt};
 pub use boot::{Booted, Prepared, Warm, boot};
 pub use host::Host;
-pub use id::{SandboxId, Slot, Tag, UidBlock};
+pub use id::{SandboxId, Slot, Tag, UidBlock, VolumeId};
 pub use pepo_proto as proto;
 pub use plan::{Plan, StatePath, Vmm};
 

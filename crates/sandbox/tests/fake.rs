@@ -45,6 +45,7 @@ fn main() -> std::process::ExitCode {
                 qemu: None,
                 firecracker: None,
                 mkfs: "/nowhere".into(),
+                directories: Default::default(),
             };
             let code = run(socket, config).unwrap();
             let left: Vec<_> =
@@ -109,7 +110,7 @@ async fn line(socket: OwnedFd, state: &Path) {
     assert_eq!(host.found().await.unwrap(), []);
 
     let active = boot(&host, plan(host.new_id().unwrap()), &cancel).await.unwrap();
-    let active = active.activate(activation(), &cancel).await.unwrap();
+    let active = active.activate(activation(), Vec::new(), &cancel).await.unwrap();
     let mut running = active.guest().exec(OpId([1; 16]), exec(&["/bin/echo", "pip"])).await.unwrap();
     let mut said = Vec::new();
     while let Some(item) = running.next().await {
@@ -130,7 +131,7 @@ async fn line(socket: OwnedFd, state: &Path) {
         let fault = state.join(format!("fault-{step:?}").to_lowercase());
         fs::write(&fault, format!("no {step:?}")).unwrap();
         let failed = match boot(&host, plan(host.new_id().unwrap()), &cancel).await {
-            Ok(warm) => warm.activate(activation(), &cancel).await.map(drop),
+            Ok(warm) => warm.activate(activation(), Vec::new(), &cancel).await.map(drop),
             Err(error) => Err(error),
         };
         match failed {
@@ -147,14 +148,14 @@ async fn line(socket: OwnedFd, state: &Path) {
     // A guest that does not take the shutdown is ended all the same.
     fs::write(state.join("fault-shutdown"), "").unwrap();
     let active = boot(&host, plan(host.new_id().unwrap()), &cancel).await.unwrap();
-    let active = active.activate(activation(), &cancel).await.unwrap();
+    let active = active.activate(activation(), Vec::new(), &cancel).await.unwrap();
     let exit = active.stop(Duration::from_millis(50)).await;
     assert!(exit.cause == Cause::Stopped && exit.released.is_ok(), "{exit:?}");
 
     // What cannot be given back is owed, its slot stays taken, and a repeat pays.
     fs::write(state.join("fault-release"), "busy").unwrap();
     let active = boot(&host, plan(host.new_id().unwrap()), &cancel).await.unwrap();
-    let active = active.activate(activation(), &cancel).await.unwrap();
+    let active = active.activate(activation(), Vec::new(), &cancel).await.unwrap();
     let id = active.id();
     let exit = active.stop(Duration::ZERO).await;
     assert!(exit.released.unwrap_err().to_string().contains("busy"));
@@ -165,7 +166,7 @@ async fn line(socket: OwnedFd, state: &Path) {
 
     // One that ends by itself, dropped instead of stopped: given back too.
     let active = boot(&host, plan(host.new_id().unwrap()), &cancel).await.unwrap();
-    let active = active.activate(activation(), &cancel).await.unwrap();
+    let active = active.activate(activation(), Vec::new(), &cancel).await.unwrap();
     drop(active);
     tokio::time::timeout(Duration::from_secs(20), async {
         while !host.found().await.unwrap().is_empty() {

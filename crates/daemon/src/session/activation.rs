@@ -97,7 +97,7 @@ async fn attempt(
         clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
         entropy,
     };
-    warm.activate(activate, cancel).await.map_err(|error| boot_cause(&error))
+    warm.activate(activate, Vec::new(), cancel).await.map_err(|error| boot_cause(&error))
 }
 
 fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {
@@ -117,6 +117,7 @@ pub(super) fn cause_of(exit: &Exit) -> Cause {
         Engine::GuestPanic => Reason::GuestPanic,
         Engine::GuestInitDied => Reason::GuestInitDied,
         Engine::GuestOff | Engine::VmmExit => Reason::VmmExit,
+        Engine::MountLost => Reason::MountLost,
         Engine::KilledOutside => Reason::KilledOutside,
         Engine::Stopped | Engine::Unknown => Reason::Unknown,
     };

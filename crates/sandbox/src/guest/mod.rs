@@ -17,6 +17,7 @@ mod dial;
 mod exec;
 mod files;
 mod order;
+mod share;
 mod stream;
 
 use std::future::poll_fn;
@@ -320,7 +321,7 @@ impl Talk {
 
 impl Drop for Talk {
     fn drop(&mut self) {
-        if self.reader.ended() {
+        if self.reader.ended() && self.leave.leaving != Leaving::Handed {
             self.leave.leaving = Leaving::Close;
         }
         self.leave.now(self.reader.wire().clone());
@@ -336,6 +337,8 @@ enum Leaving {
     Cancel,
     /// The guest is told that nobody reads the stream, then it is closed.
     Leave,
+    /// The stream is somebody else's: its descriptor here is closed, and it is not.
+    Handed,
     /// All was said but the guest's `End`: the stream is closed when that is there, so that nothing sent is lost.
     Linger,
 }
@@ -354,6 +357,7 @@ impl Leaving {
             | Operation::Watch(_)
             | Operation::TarOut(_)
             | Operation::TarIn(_)
+            | Operation::Share(_)
             | Operation::Dial(_) => Leaving::Cancel,
             _ => Leaving::Close,
         }
@@ -376,6 +380,7 @@ impl Leave {
         let runtime = match self.leaving {
             Leaving::Cancel | Leaving::Leave | Leaving::Linger => tokio::runtime::Handle::try_current().ok(),
             Leaving::Close => None,
+            Leaving::Handed => return,
         };
         let Some(runtime) = runtime else {
             wire.close();
@@ -386,7 +391,7 @@ impl Leave {
             let told = match leaving {
                 Leaving::Cancel => guest.cancel(op).await,
                 Leaving::Leave => guest.plain(Operation::Leave(pepo_proto::Leave { stream: op })).await,
-                Leaving::Linger | Leaving::Close => {
+                Leaving::Linger | Leaving::Close | Leaving::Handed => {
                     let _ = tokio::time::timeout(guest.0.deadlines.control, wire.heard()).await;
                     Ok(())
                 }

@@ -91,6 +91,8 @@ fn class(operation: &Operation) -> Class {
         | Operation::Remove(_)
         | Operation::TarIn(_)
         | Operation::Sync
+        | Operation::Share(_)
+        | Operation::Keep(_)
         | Operation::Shutdown => Class::Plain,
     }
 }

@@ -166,6 +166,13 @@ impl Wire {
         }
     }
 
+    /// Another descriptor of the stream, one that blocks.
+    pub(super) fn hand_over(&self) -> io::Result<OwnedFd> {
+        let copy = rustix::io::fcntl_dupfd_cloexec(&self.stream, 3)?;
+        rustix::io::ioctl_fionbio(&copy, false)?;
+        Ok(copy)
+    }
+
     pub(super) fn is_closed(&self) -> bool {
         self.closed.load(Ordering::Acquire)
     }
@@ -225,6 +232,11 @@ impl Reader {
 
     pub(super) fn offset(&self) -> u64 {
         self.incoming.offset()
+    }
+
+    /// Whether bytes came that no frame has taken.
+    pub(super) fn has_more(&self) -> bool {
+        !self.buffer.is_empty()
     }
 
     pub(super) fn wire(&self) -> &Arc<Wire> {

@@ -19,8 +19,10 @@ use super::wire::{self, Answer, Asked, Reply, Request};
 use super::{Error, Found, Leftover, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::guest::{Connector, Guest};
-use crate::id::{SLOTS, SandboxId, Slot};
+use crate::id::{SLOTS, SandboxId, Slot, VolumeId};
 use crate::plan::Plan;
+use crate::share::SharePlan;
+use crate::volume::{VolumePlan, VolumeUsage};
 
 /// Requests that may wait for answers at once; each is at most one thread on the other side.
 const WAITING: usize = 512;
@@ -33,6 +35,9 @@ const SLOW: Duration = Duration::from_secs(120);
 /// For throwing away what a builder unpacked on disk: 40,000 files took 60 s on a disk that others kept busy.
 const REMOVAL: Duration = Duration::from_secs(600);
 
+/// A request on its way, with the descriptors beside it.
+type Sent = (Vec<u8>, Vec<OwnedFd>);
+
 type Replied = Result<(Reply, Vec<OwnedFd>), Refusal>;
 
 /// pepod's handle on the privileged side.
@@ -41,7 +46,7 @@ pub struct Host(Arc<Inner>);
 
 struct Inner {
     table: Mutex<Table>,
-    out: mpsc::Sender<Vec<u8>>,
+    out: mpsc::Sender<Sent>,
     lost: watch::Receiver<bool>,
     slots: Mutex<Slots>,
     leaving: AtomicBool,
@@ -183,18 +188,89 @@ impl Host {
         }
     }
 
-    /// Takes over a running one that an earlier life started: its Plan and its keeper, checked by start time and cgroup.
+    /// Takes over a running one that an earlier life started: its Plan, its keeper, checked by start time and cgroup, and the
+    /// servers of its trees.
     ///
     /// # Errors
     /// [`Refusal::NotThere`]: it does not run.
-    pub async fn adopt(&self, id: SandboxId) -> Result<(Plan, Keeper), Error> {
+    pub async fn adopt(&self, id: SandboxId) -> Result<(Plan, Keeper, Vec<Keeper>), Error> {
         match self.ask("adopt", Request::Adopt { id }, QUICK).await? {
             (Reply::Plan { plan }, fds) => {
                 self.note(&plan);
                 lock(&self.0.slots).taken.insert(id.slot().number(), Taken::Ours);
-                Ok((*plan, Keeper::new("adopt", fds)?))
+                let mut processes = fds.into_iter().map(|fd| Keeper::new("adopt", vec![fd]));
+                let keeper = processes.next().ok_or(Error::Confused { what: "adopt" })??;
+                Ok((*plan, keeper, processes.collect::<Result<_, _>>()?))
             }
             _ => Err(Error::Confused { what: "adopt" }),
+        }
+    }
+
+    /// Serves a tree into a Sandbox's guest, on a stream that leads there; answered when it is served. The server's end is
+    /// the end of the tree.
+    ///
+    /// # Errors
+    /// [`Refusal::Volume`], [`Refusal::NotThere`], [`Refusal::Step`]; the Sandbox must be released then.
+    pub async fn share(&self, id: SandboxId, plan: SharePlan, stream: OwnedFd) -> Result<Keeper, Error> {
+        match self.ask_with("share", Request::Share { id, plan: Box::new(plan) }, vec![stream], SLOW).await? {
+            (Reply::Done, fds) => Keeper::new("share", fds),
+            _ => Err(Error::Confused { what: "share" }),
+        }
+    }
+
+    /// Makes a tree.
+    ///
+    /// # Errors
+    /// [`Refusal::Volume`], [`Refusal::Invalid`], [`Refusal::Missing`], [`Refusal::Step`]; nothing is left then.
+    pub async fn volume_create(&self, plan: VolumePlan) -> Result<(), Error> {
+        match self.ask("volume_create", Request::VolumeCreate { plan: Box::new(plan) }, SLOW).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "volume_create" }),
+        }
+    }
+
+    /// Raises a tree's cap to so many MiB.
+    ///
+    /// # Errors
+    /// [`Refusal::Volume`] (also while it is used), [`Refusal::Invalid`], [`Refusal::Step`].
+    pub async fn volume_grow(&self, volume: VolumeId, mib: u64) -> Result<(), Error> {
+        match self.ask("volume_grow", Request::VolumeGrow { volume, mib }, SLOW).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "volume_grow" }),
+        }
+    }
+
+    /// What a tree uses.
+    ///
+    /// # Errors
+    /// [`Refusal::Volume`], [`Refusal::Step`].
+    pub async fn volume_usage(&self, volume: VolumeId) -> Result<VolumeUsage, Error> {
+        match self.ask("volume_usage", Request::VolumeUsage { volume }, SLOW).await? {
+            (Reply::Volume { usage }, _) => Ok(usage),
+            _ => Err(Error::Confused { what: "volume_usage" }),
+        }
+    }
+
+    /// Removes a tree with all that is in it; how many bytes of the host's disk that gave back. One that is not there is
+    /// removed.
+    ///
+    /// # Errors
+    /// [`Refusal::Volume`] while a Sandbox uses it, [`Refusal::Step`].
+    pub async fn volume_remove(&self, volume: VolumeId) -> Result<u64, Error> {
+        match self.ask("volume_remove", Request::VolumeRemove { volume }, REMOVAL).await? {
+            (Reply::Freed { bytes }, _) => Ok(bytes),
+            _ => Err(Error::Confused { what: "volume_remove" }),
+        }
+    }
+
+    /// Which trees there are.
+    ///
+    /// # Errors
+    /// Their directory cannot be read.
+    pub async fn volumes(&self) -> Result<Vec<VolumeId>, Error> {
+        match self.ask("volumes", Request::Volumes, QUICK).await? {
+            (Reply::Volumes { volumes }, _) => Ok(volumes),
+            _ => Err(Error::Confused { what: "volumes" }),
         }
     }
 
@@ -299,7 +375,7 @@ impl Host {
     pub fn build_kill(&self) {
         let seq = lock(&self.0.table).number();
         if let Ok(body) = serde_json::to_vec(&Asked { seq, request: Request::BuildKill }) {
-            let _ = self.0.out.try_send(body);
+            let _ = self.0.out.try_send((body, Vec::new()));
         }
     }
 
@@ -358,6 +434,16 @@ impl Host {
         request: Request,
         within: Duration,
     ) -> Result<(Reply, Vec<OwnedFd>), Error> {
+        self.ask_with(what, request, Vec::new(), within).await
+    }
+
+    async fn ask_with(
+        &self,
+        what: &'static str,
+        request: Request,
+        fds: Vec<OwnedFd>,
+        within: Duration,
+    ) -> Result<(Reply, Vec<OwnedFd>), Error> {
         let (answer, waiting) = oneshot::channel();
         let seq = {
             let mut table = lock(&self.0.table);
@@ -379,7 +465,7 @@ impl Host {
             return Err(Refusal::Invalid { reason: format!("{what}: request of {} bytes", body.len()) }.into());
         }
         let answered = async {
-            self.0.out.send(body).await.map_err(|_| Error::Lost)?;
+            self.0.out.send((body, fds)).await.map_err(|_| Error::Lost)?;
             Ok(waiting.await.map_err(|_| Error::Lost)??)
         };
         match tokio::time::timeout(within, answered).await {
@@ -447,12 +533,12 @@ fn lose(inner: &Inner, gone: &watch::Sender<bool>, error: Option<io::Error>) {
     gone.send_replace(true);
 }
 
-async fn write(socket: Arc<AsyncFd<OwnedFd>>, mut queue: mpsc::Receiver<Vec<u8>>) {
-    while let Some(body) = queue.recv().await {
+async fn write(socket: Arc<AsyncFd<OwnedFd>>, mut queue: mpsc::Receiver<Sent>) {
+    while let Some((body, fds)) = queue.recv().await {
         let sent = loop {
             match socket.writable().await {
                 Ok(mut ready) => {
-                    if let Ok(sent) = ready.try_io(|fd| wire::send_bytes(fd.as_fd(), &body, &[])) {
+                    if let Ok(sent) = ready.try_io(|fd| wire::send_bytes(fd.as_fd(), &body, &wire::borrow(&fds))) {
                         break sent;
                     }
                 }

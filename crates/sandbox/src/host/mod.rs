@@ -25,7 +25,7 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use crate::id::SandboxId;
+use crate::id::{SandboxId, VolumeId};
 
 pub use client::{Host, Keeper};
 pub use evidence::Evidence;
@@ -78,6 +78,14 @@ pub enum Refusal {
         /// Where.
         path: PathBuf,
     },
+    /// A tree is not as the request needs it.
+    #[error("tree {volume} {state}")]
+    Volume {
+        /// Which.
+        volume: VolumeId,
+        /// What is with it.
+        state: VolumeState,
+    },
     /// A program or file of the host that is needed is not there.
     #[error("{what} is missing: {hint}")]
     Missing {
@@ -108,6 +116,28 @@ pub enum Refusal {
         /// The whole chain of reasons.
         reason: String,
     },
+}
+
+/// What is with a tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum VolumeState {
+    /// There is none.
+    Absent,
+    /// There is one already.
+    Present,
+    /// A Sandbox uses it.
+    InUse,
+}
+
+impl std::fmt::Display for VolumeState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            VolumeState::Absent => "is not there",
+            VolumeState::Present => "is there already",
+            VolumeState::InUse => "is in use",
+        })
+    }
 }
 
 /// Why a request has no answer.

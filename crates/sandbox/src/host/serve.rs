@@ -17,7 +17,7 @@ use super::{Found, FoundState, Refusal};
 use crate::builder::{self, BuildPlan, Builder};
 use crate::cgroup::Hierarchies;
 use crate::held::{Holdings, Place};
-use crate::id::{SandboxId, file, process};
+use crate::id::{SandboxId, VolumeId, file, process};
 use crate::registry::Instance;
 use crate::sweep::{self, Act};
 use crate::{proc, rights, sys};
@@ -43,6 +43,8 @@ pub struct HostConfig {
     pub firecracker: Option<PathBuf>,
     /// `mkfs.ext4`.
     pub mkfs: PathBuf,
+    /// Directories of the operator's in which trees may be, by name.
+    pub directories: std::collections::BTreeMap<String, PathBuf>,
 }
 
 /// Serves pepod until it is gone, and returns its exit code. Called before this process has a second thread.
@@ -69,6 +71,7 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     };
     // What a builder left when an earlier life ended in the middle of a build.
     Builder::sweep(&site).map_err(io::Error::other)?;
+    work.sweep_volumes()?;
     let owner = instance.state().to_owned();
     let serve = Arc::new(Serve { socket, work, lanes: Mutex::default(), owner, site, builder: Mutex::default() });
     let served = serve.until_gone(&signals, &daemon);
@@ -164,31 +167,31 @@ impl Serve {
         Ok(())
     }
 
-    fn take(self: &Arc<Self>, asked: Asked, _fds: Vec<OwnedFd>) {
+    fn take(self: &Arc<Self>, asked: Asked, fds: Vec<OwnedFd>) {
         let Asked { seq, request } = asked;
         match &request {
             // Quick, and waited for by streams: answered here.
             Request::Connect { id } => match self.work.connect(*id) {
-                Err(Refusal::Step { .. }) => self.slowly(seq, request),
+                Err(Refusal::Step { .. }) => self.slowly(seq, request, fds),
                 done => self.answer(seq, done.map(|stream| (Reply::Done, vec![stream]))),
             },
             Request::Usage { id } => {
                 self.answer(seq, self.work.usage(*id).map(|usage| (Reply::Usage { usage }, Vec::new())))
             }
             Request::Evidence { id } => self.answer(seq, Ok(self.work.evidence(*id))),
-            _ => self.slowly(seq, request),
+            _ => self.slowly(seq, request, fds),
         }
     }
 
     /// In a thread of its own.
-    fn slowly(self: &Arc<Self>, seq: u64, request: Request) {
+    fn slowly(self: &Arc<Self>, seq: u64, request: Request, fds: Vec<OwnedFd>) {
         let serve = Arc::clone(self);
         if Arc::strong_count(self) > THREADS {
             return self.answer(seq, Err(Refusal::Invalid { reason: "too many requests at once".to_owned() }));
         }
         let thread = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
             // A fault of ours ends one request, and is answered.
-            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve.work_on(request)));
+            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve.work_on(request, fds)));
             let panicked = |_| Err(Refusal::Step { step: "work".to_owned(), reason: "a panic".to_owned() });
             let done = done.unwrap_or_else(panicked);
             serve.answer(seq, done);
@@ -202,7 +205,7 @@ impl Serve {
         Arc::clone(lock(&self.lanes).entry(id).or_default())
     }
 
-    fn work_on(&self, request: Request) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+    fn work_on(self: &Arc<Self>, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
         match request {
             Request::Prepare { plan } => {
                 let lane = self.lane(plan.id);
@@ -217,8 +220,29 @@ impl Serve {
             Request::Connect { id } => self.connect_patiently(id).map(|stream| (Reply::Done, vec![stream])),
             Request::Found => Ok((Reply::Found { found: self.found()? }, Vec::new())),
             Request::Adopt { id } => {
-                let (plan, keeper) = self.work.adopt(id)?;
-                Ok((Reply::Plan { plan: Box::new(plan) }, vec![keeper]))
+                let (plan, processes) = self.work.adopt(id)?;
+                Ok((Reply::Plan { plan: Box::new(plan) }, processes))
+            }
+            Request::Share { id, plan } => {
+                let Some(stream) = fds.into_iter().next() else {
+                    return Err(Refusal::Invalid { reason: "a share needs a stream".to_owned() });
+                };
+                let lane = self.lane(id);
+                let mut made = lock(&lane.turn);
+                self.work.share(id, &plan, stream, &lane, &mut made).map(|server| (Reply::Done, vec![server]))
+            }
+            Request::VolumeCreate { plan } => self.work.create_volume(&plan).map(|()| (Reply::Done, Vec::new())),
+            Request::VolumeGrow { volume, mib } => {
+                self.work.grow_volume(volume, mib).map(|()| (Reply::Done, Vec::new()))
+            }
+            Request::VolumeUsage { volume } => {
+                self.work.volume_usage(volume).map(|usage| (Reply::Volume { usage }, Vec::new()))
+            }
+            Request::VolumeRemove { volume } => {
+                self.work.remove_volume(volume).map(|bytes| (Reply::Freed { bytes }, Vec::new()))
+            }
+            Request::Volumes => {
+                self.work.all_volumes().map(|volumes| (Reply::Volumes { volumes }, Vec::new()))
             }
             Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
             Request::Sweep { keep } => {
@@ -275,7 +299,7 @@ impl Serve {
         }
     }
 
-    fn release(&self, id: SandboxId) -> Result<(), Refusal> {
+    fn release(self: &Arc<Self>, id: SandboxId) -> Result<(), Refusal> {
         let lane = self.lane(id);
         lane.cancelled.store(true, std::sync::atomic::Ordering::Release);
         let mut made = lock(&lane.turn);
@@ -289,12 +313,27 @@ impl Serve {
                 self.work.end_fake(id);
             }
         }
+        let shared = self.work.shared(id);
         let released = Holdings::of(&self.work.place, id).release();
         made.reap();
         if released.is_ok() {
             lock(&self.lanes).remove(&id);
+            self.settle(shared);
         }
         released.map_err(|left| Refusal::Owed { id, left })
+    }
+
+    /// What was served is settled once its last user has gone: written for good, and its free room given back. Nobody waits
+    /// for it; whoever uses the tree next takes his turn after it.
+    fn settle(self: &Arc<Self>, volumes: Vec<VolumeId>) {
+        for volume in volumes {
+            let serve = Arc::clone(self);
+            let settling = std::thread::Builder::new().name("settle".to_owned()).spawn(move || {
+                // A tree that cannot be settled now is settled by its next user's end, or by the host's kernel in time.
+                let _ = serve.work.settle_volume(volume);
+            });
+            drop(settling);
+        }
     }
 
     fn found(&self) -> Result<Vec<Found>, Refusal> {

@@ -15,8 +15,10 @@ use serde::{Deserialize, Serialize};
 
 use super::{Found, Leftover, Refusal, Usage};
 use crate::builder::BuildPlan;
-use crate::id::SandboxId;
+use crate::id::{SandboxId, VolumeId};
 use crate::plan::Plan;
+use crate::share::SharePlan;
+use crate::volume::{VolumePlan, VolumeUsage};
 
 /// The longest message: below the default buffer of a Unix socket (208 KiB), so one always fits into an empty one. A list
 /// of 1,700 Sandboxes has room.
@@ -55,6 +57,18 @@ pub(crate) enum Request {
     /// Whether that step of the guest's may go on (tests make it fail): `Done`.
     #[cfg(feature = "fake")]
     May { step: crate::boot::Step },
+    /// Serve a tree into its guest, on the stream that comes along: `Done` with the server's pidfd.
+    Share { id: SandboxId, plan: Box<SharePlan> },
+    /// Make a tree: `Done`.
+    VolumeCreate { plan: Box<VolumePlan> },
+    /// Raise a tree's cap: `Done`.
+    VolumeGrow { volume: VolumeId, mib: u64 },
+    /// What a tree uses: `Volume`.
+    VolumeUsage { volume: VolumeId },
+    /// Remove a tree with all that is in it: `Freed`.
+    VolumeRemove { volume: VolumeId },
+    /// Which trees there are: `Volumes`.
+    Volumes,
     /// Give all of it back: `Done`.
     Release { id: SandboxId },
     /// Give back what carries our tag and is not kept: `Leftovers`.
@@ -98,6 +112,15 @@ pub(crate) enum Reply {
     },
     Leftovers {
         left: Vec<Leftover>,
+    },
+    Volume {
+        usage: VolumeUsage,
+    },
+    Freed {
+        bytes: u64,
+    },
+    Volumes {
+        volumes: Vec<VolumeId>,
     },
 }
 

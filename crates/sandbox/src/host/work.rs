@@ -17,22 +17,34 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
-use super::{Refusal, Usage};
+use super::{Refusal, Usage, VolumeState};
 #[cfg(feature = "fake")]
 use crate::boot::Step;
 use crate::cgroup::{self, Limits};
 use crate::chain;
 use crate::held::{KeeperRecord, Place};
-use crate::id::{SandboxId, file, process};
+use crate::id::{SandboxId, VolumeId, file, process};
 use crate::jail::Entry;
 use crate::keeper::{self, FIXED_FDS, Order, Said, connect};
 use crate::plan::{Plan, StatePath, Vmm};
+use crate::share::{self, SharePlan, ShareRecord};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
 use crate::vmm::{Boot, Streams, clock, firecracker, vsock};
+use crate::volume::{self, VolumePlan, VolumeUsage, Volumes};
 use crate::{disk, proc, sys};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
 const BESIDE_MIB: u64 = 64;
+
+/// Files that a guest's kernel may know at once for each MiB of its memory, and so what a share server remembers: a kernel
+/// needs twice the room for each itself.
+const KNOWN_PER_MIB: usize = 512;
+
+/// Bytes that a share server remembers of a known file, with a name of usual length (measured: 190).
+const KNOWN_BYTES: u64 = 224;
+
+/// Files that a share server may have open, where the host lets it.
+const SHARE_FILES: u64 = 16_384;
 
 /// Processor time beside the virtual processors', half of one: the VMM's main loop, the vsock device and the keeper work
 /// while the guest does, and a guest whose own processor had to pay for its disk and streams would get less than it was given.
@@ -62,6 +74,7 @@ pub(super) struct Work {
     /// Held from the look at a slot to its claim, so that no two get one.
     claims: Mutex<()>,
     mkfs: PathBuf,
+    volumes: Volumes,
 }
 
 /// Foreign programs as they were copied for jails.
@@ -83,6 +96,7 @@ impl Copies {
 pub(super) struct Made {
     prepared: Option<Prepared>,
     keeper: Option<OwnedFd>,
+    servers: Vec<OwnedFd>,
     #[cfg(feature = "fake")]
     fake: bool,
 }
@@ -113,6 +127,7 @@ impl Made {
         if let Some(keeper) = &self.keeper {
             super::serve::reap(keeper.as_fd());
         }
+        self.servers.iter().for_each(|server| super::serve::reap(server.as_fd()));
     }
 }
 
@@ -140,6 +155,12 @@ impl Work {
             sources,
             copies: Mutex::default(),
             claims: Mutex::default(),
+            volumes: Volumes::new(
+                config.instance.state(),
+                config.instance.block(),
+                config.mkfs.clone(),
+                config.directories.clone(),
+            ),
             mkfs: config.mkfs.clone(),
         })
     }
@@ -171,7 +192,7 @@ impl Work {
         self.claim(plan)?;
         going_on()?;
         let limits = Limits {
-            memory_bytes: (u64::from(plan.memory_mib) + u64::from(caps.overhead_mib) + BESIDE_MIB) << 20,
+            memory_bytes: (u64::from(plan.memory_mib) + u64::from(caps.overhead_mib) + beside_mib(plan.memory_mib)) << 20,
             cpu_us: u64::from(plan.cpus) * cgroup::PERIOD_US + BESIDE_CPU_US,
             pids: u64::from(plan.cpus) + caps.threads,
         };
@@ -330,11 +351,120 @@ impl Work {
         }
     }
 
-    pub fn adopt(&self, id: SandboxId) -> Result<(Plan, OwnedFd), Refusal> {
+    pub fn adopt(&self, id: SandboxId) -> Result<(Plan, Vec<OwnedFd>), Refusal> {
         let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
         let plan = self.place.read(id, file::PLAN).map_err(|_| not_there("has no plan"))?;
+        let mut processes = vec![self.place.keeper(id).map_err(|_| not_there("does not run"))?];
+        for record in self.shares(id) {
+            // One that never served belongs to an activation that was cut off: whoever adopts it learns that it is over.
+            let (pid, start) = record.server.ok_or_else(|| not_there("was not served its tree"))?;
+            processes.push(proc::open_exact(pid, start).map_err(|_| not_there("is not served its tree any more"))?);
+        }
+        Ok((plan, processes))
+    }
+
+    /// What a Sandbox is served, by its record.
+    fn shares(&self, id: SandboxId) -> Vec<ShareRecord> {
+        self.place.read(id, file::SHARES).unwrap_or_default()
+    }
+
+    /// The trees it is served.
+    pub fn shared(&self, id: SandboxId) -> Vec<VolumeId> {
+        let mut volumes: Vec<_> = self.shares(id).into_iter().map(|record| record.volume).collect();
+        volumes.sort_unstable();
+        volumes.dedup();
+        volumes
+    }
+
+    /// Whether any Sandbox is served that tree.
+    fn is_shared(&self, volume: VolumeId) -> Result<bool, Refusal> {
+        let all = self.place.all().map_err(|error| failed("read the jails", error))?;
+        Ok(all.into_iter().any(|id| self.shares(id).iter().any(|record| record.volume == volume)))
+    }
+
+    /// Starts a server of a tree for a running Sandbox, on a stream that leads into its guest. Its pidfd is the answer.
+    pub fn share(
+        &self,
+        id: SandboxId,
+        plan: &SharePlan,
+        stream: OwnedFd,
+        lane: &Lane,
+        made: &mut Made,
+    ) -> Result<OwnedFd, Refusal> {
+        plan.check().map_err(|reason| Refusal::Invalid { reason })?;
+        let cancelled = || lane.cancelled.load(Ordering::Acquire);
+        if cancelled() {
+            return Err(Refusal::Released { id });
+        }
+        let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
         let keeper = self.place.keeper(id).map_err(|_| not_there("does not run"))?;
-        Ok((plan, keeper))
+        let sandbox: Plan = self.place.read(id, file::PLAN).map_err(|_| not_there("has no plan"))?;
+        // Written down before anything is taken: from here on the tree has a user.
+        let mut records = self.shares(id);
+        records.push(ShareRecord { volume: plan.volume, server: None });
+        let write = |records: &Vec<ShareRecord>| {
+            self.place.write(id, file::SHARES, records).map_err(|error| failed("write the share down", error))
+        };
+        write(&records)?;
+        let mounted = self.volumes.mount(plan.volume, plan.access).map_err(|error| volume_refused(plan.volume, error))?;
+        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
+        let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
+        let order = share::Order {
+            at: self.place.directory(id).join(file::BOOT),
+            cgroup: self.place.cgroup(id),
+            hierarchies: leaf.hierarchies(),
+            cache: plan.cache,
+            proof: plan.proof.clone(),
+            open_files: SHARE_FILES,
+            nodes: sandbox.memory_mib as usize * KNOWN_PER_MIB,
+        };
+        let server = share::Server::spawn(keeper.as_fd()).map_err(|error| failed("start the share server", error))?;
+        made.servers.push(server.pidfd.try_clone().map_err(|error| failed("hold the share server", error))?);
+        if let Some(record) = records.last_mut() {
+            record.server = Some((server.pid(), server.start));
+        }
+        write(&records)?;
+        let fds: Vec<_> = [stream.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
+        let pidfd = server
+            .serve(&order, mounted.first_uid, &fds, &cancelled)
+            .map_err(|error| failed("serve the tree", error))?;
+        Ok(pidfd)
+    }
+
+    pub fn create_volume(&self, plan: &VolumePlan) -> Result<(), Refusal> {
+        self.volumes.create(plan).map_err(|error| volume_refused(plan.id, error))
+    }
+
+    pub fn grow_volume(&self, id: VolumeId, mib: u64) -> Result<(), Refusal> {
+        self.volumes.grow(id, mib).map_err(|error| volume_refused(id, error))
+    }
+
+    pub fn volume_usage(&self, id: VolumeId) -> Result<VolumeUsage, Refusal> {
+        self.volumes.usage(id).map_err(|error| volume_refused(id, error))
+    }
+
+    pub fn remove_volume(&self, id: VolumeId) -> Result<u64, Refusal> {
+        if self.is_shared(id)? {
+            return Err(Refusal::Volume { volume: id, state: VolumeState::InUse });
+        }
+        self.volumes.remove(id).map_err(|error| volume_refused(id, error))
+    }
+
+    pub fn all_volumes(&self) -> Result<Vec<VolumeId>, Refusal> {
+        self.volumes.all().map_err(|error| failed("list the trees", error))
+    }
+
+    /// After a user of a tree has gone: if it was the last one.
+    pub fn settle_volume(&self, id: VolumeId) -> Result<(), Refusal> {
+        if self.is_shared(id)? {
+            return Ok(());
+        }
+        self.volumes.settle(id).map_err(|error| volume_refused(id, error))
+    }
+
+    /// Removes what half-made trees left.
+    pub fn sweep_volumes(&self) -> io::Result<()> {
+        self.volumes.sweep().map_err(io::Error::other)
     }
 
     /// The keeper's files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
@@ -445,6 +575,25 @@ impl Work {
             Some(process) => Err(Refusal::UidInUse { uid: process.uid, pid: process.pid, name: process.name }),
             None => Ok(()),
         }
+    }
+}
+
+/// Memory beside guest and VMM, in MiB.
+fn beside_mib(memory_mib: u32) -> u64 {
+    BESIDE_MIB + (u64::from(memory_mib) * KNOWN_PER_MIB as u64 * KNOWN_BYTES).div_ceil(1 << 20)
+}
+
+/// What pepod is told of a tree that could not be used.
+fn volume_refused(volume: VolumeId, error: volume::Error) -> Refusal {
+    match error {
+        volume::Error::Plan(reason) => Refusal::Invalid { reason },
+        volume::Error::NotThere(_) => Refusal::Volume { volume, state: VolumeState::Absent },
+        volume::Error::There(_) => Refusal::Volume { volume, state: VolumeState::Present },
+        volume::Error::InUse(_) => Refusal::Volume { volume, state: VolumeState::InUse },
+        volume::Error::Disk(disk::Error::Missing { program }) => {
+            Refusal::Missing { what: program.display().to_string(), hint: "install e2fsprogs".to_owned() }
+        }
+        error => failed("use the tree", error),
     }
 }
 

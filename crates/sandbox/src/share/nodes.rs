@@ -158,6 +158,7 @@ impl Nodes {
     }
 
     /// How many nodes there are, and how many descriptors are kept for them.
+    #[cfg(test)]
     pub fn count(&self) -> (usize, usize) {
         let table = self.table();
         (table.nodes.len(), table.open)

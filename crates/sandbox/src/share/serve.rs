@@ -24,7 +24,6 @@ use fuse_backend_rs::api::server::Server;
 use fuse_backend_rs::transport::{FuseBuf, FuseDevWriter, Reader};
 
 use super::locks::{Holder, Waiter, Wanted};
-use super::nodes::errno;
 use super::tree::Tree;
 use crate::sys::RangeLock;
 

@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::fs::File;
-use std::io::{self, Write as _};
+use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -50,6 +50,7 @@ pub fn live(name: &str, state: &Path, args: &[&str]) -> ExitCode {
                 qemu: None,
                 firecracker: crate::official::directory(),
                 mkfs: "/usr/sbin/mkfs.ext4".into(),
+                directories: Default::default(),
             };
             ExitCode::from(run(socket, config).expect("the privileged side"))
         }
@@ -116,7 +117,7 @@ async fn start(host: &Host) -> Active {
         Err(error) => panic!("{}", chain(&error)),
     };
     println!("warm after {:?}, {:?} of it the guest; {:?}", begun.elapsed(), warm.took(), warm.hello());
-    warm.activate(activation(), &cancel).await.unwrap_or_else(|error| panic!("{}", chain(&error)))
+    warm.activate(activation(), Vec::new(), &cancel).await.unwrap_or_else(|error| panic!("{}", chain(&error)))
 }
 
 fn chain(error: &dyn std::error::Error) -> String {
