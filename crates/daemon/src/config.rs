@@ -17,6 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::capacity::Budget;
+use crate::preset::Presets;
 
 pub use pool::{PoolConfig, PoolShape};
 
@@ -224,6 +225,10 @@ pub struct Config {
     pub retention: Retention,
     /// Where the edge listens.
     pub listen: SocketAddr,
+    /// Who is asked for names; none: this host's own resolvers.
+    pub dns: Vec<SocketAddr>,
+    /// The operator's presets, by name, as written.
+    pub presets: BTreeMap<String, Vec<String>>,
     /// What is logged (`info`, or directives like `pepo_daemon=debug`).
     pub log: String,
     /// The guest agent's file: `PEPO_GUEST`, else the one beside this program.
@@ -283,6 +288,11 @@ const SETTINGS: &[Setting] = &[
     row("store.max_events", "Events that are kept at the most; the oldest go first.", || "1000000".into()),
     row("store.max_audit", "Calls that the audit log keeps at the most.", || "5000000".into()),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
+    row(
+        "network.dns",
+        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
+        String::new,
+    ),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
 
@@ -369,12 +379,16 @@ pub fn default_file() -> String {
         }
         text.push_str(&format!("# {}\n#{key} = {:?}\n", setting.help, (setting.default)()));
     }
+    text.push_str(
+        "\n[presets]\n# Names for what a network policy opens together; they replace those that come with Pepo.\n",
+    );
+    text.push_str("#our-git = [\"git.example.com\", \"192.0.2.0/24:22\"]\n");
     text
 }
 
 /// Values as typed, by setting.
 #[derive(Default)]
-struct Raw(BTreeMap<&'static str, (String, Origin)>);
+struct Raw(BTreeMap<&'static str, (String, Origin)>, BTreeMap<String, Vec<String>>);
 
 impl Raw {
     fn set(&mut self, key: &str, value: String, origin: Origin) -> Result<(), Error> {
@@ -398,6 +412,22 @@ impl Raw {
             reason: error.to_string().trim_end().into(),
         })?;
         for (section, value) in table {
+            if section == "presets" {
+                self.1 = value.try_into().map_err(|error: toml::de::Error| Error::Value {
+                    key: "presets".into(),
+                    value: shorten(&error.to_string()),
+                    origin: Origin::File(path.into()),
+                    reason: "expected a list of texts for each name: our-git = [\"git.example.com\"]".into(),
+                })?;
+                // Said now, with the file; what the machine adds is read where it may be.
+                Presets::new(BTreeMap::new(), &self.1).map_err(|error| Error::Value {
+                    key: "presets".into(),
+                    value: String::new(),
+                    origin: Origin::File(path.into()),
+                    reason: error.to_string(),
+                })?;
+                continue;
+            }
             let toml::Value::Table(keys) = value else {
                 return Err(Error::Unknown {
                     nearest: nearest(&section),
@@ -494,6 +524,11 @@ impl Raw {
             listen: self.get("edge.listen", |text| {
                 text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
             })?,
+            dns: self.get("network.dns", |text| {
+                let servers = text.split(',').map(str::trim).filter(|text| !text.is_empty());
+                servers.map(pepo_sandbox::net::dns::servers::server).collect()
+            })?,
+            presets: std::mem::take(&mut self.1),
             log: self.get("log.level", |text| Ok::<String, String>(text.into()))?,
             places,
             guest,
@@ -638,6 +673,26 @@ mod tests {
         assert_eq!(origin("sandbox.cpus"), Some(Origin::Environment("PEPO_SANDBOX_CPUS".into())));
         assert!(matches!(origin("sandbox.keep_alive"), Some(Origin::Flag(_))));
         assert_eq!(origin("sandbox.disk"), Some(Origin::Default));
+    }
+
+    #[test]
+    fn presets_and_resolvers_are_read_and_told_wrong() {
+        let home = tempfile::tempdir().expect("directory");
+        let path = home.path().to_str().expect("utf-8");
+        let read = |text: &str| {
+            std::fs::write(home.path().join("pepo.toml"), text).expect("write");
+            Config::read(&typed(&[("PEPO_HOME", path)], &[])).map_err(|error| error.to_string())
+        };
+        let config = read("[network]\ndns = \"192.0.2.1, 192.0.2.2:5353\"\n[presets]\nours = [\"git.example.com\"]\n");
+        let config = config.expect("valid");
+        assert_eq!(config.dns, ["192.0.2.1:53", "192.0.2.2:5353"].map(|text| text.parse().expect("address")));
+        assert_eq!(config.presets["ours"], ["git.example.com"]);
+        let wrong = read("[presets]\nours = \"git.example.com\"\n").expect_err("refused");
+        assert!(wrong.contains("expected a list of texts"), "{wrong}");
+        let wrong = read("[presets]\nours = [\"*.com\"]\n").expect_err("refused");
+        assert!(wrong.contains("preset \"ours\"") && wrong.contains("top level"), "{wrong}");
+        let wrong = read("[network]\ndns = \"dns.example.com\"\n").expect_err("refused");
+        assert!(wrong.contains("network.dns"), "{wrong}");
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub mod doctor;
 pub mod image;
 pub mod modes;
 pub mod places;
+pub mod preset;
 pub mod serve;
 pub mod server;
 pub mod session;

@@ -3,7 +3,7 @@
 //! ```text
 //! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
 //! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
-//! pepod keeper --fd N | jail --fd N | share --fd N | build … | probe                                 its own, by re-execution
+//! pepod keeper --fd N | jail --fd N | share --fd N | relay --fd N | build … | probe                  its own, by re-execution
 //! ```
 
 #![forbid(unsafe_code)]
@@ -65,6 +65,7 @@ fn run() -> anyhow::Result<ExitCode> {
         ["keeper"] => return modes::keep(fd()?),
         ["share"] => return modes::share(fd()?),
         ["jail"] => return modes::enter_jail(fd()?),
+        ["relay"] => return modes::relay(fd()?),
         ["probe"] => return modes::probe(),
         _ => {}
     }

@@ -47,6 +47,15 @@ pub fn share(fd: RawFd) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(share::run(socket)))
 }
 
+/// `pepod relay --fd N`.
+///
+/// # Errors
+/// There is no such descriptor.
+pub fn relay(fd: RawFd) -> anyhow::Result<ExitCode> {
+    let socket = sys::inherited(fd).context("no socket was handed over")?;
+    Ok(ExitCode::from(pepo_sandbox::net::relay::run(socket)))
+}
+
 /// `pepod jail --fd N`: becomes the program of the specification. Its words go where the program's would.
 ///
 /// # Errors
