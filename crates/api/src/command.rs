@@ -127,6 +127,19 @@ pub struct CommandEnd {
     pub at: jiff::Timestamp,
 }
 
+/// What a command is for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CommandRole {
+    /// Somebody ran it.
+    #[default]
+    Command,
+    /// It set the Sandbox up.
+    Setup,
+    /// It is a run of a Service.
+    Service,
+}
+
 /// One command.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Command {
@@ -138,6 +151,12 @@ pub struct Command {
     pub activation: u64,
     /// Whether it runs.
     pub state: CommandState,
+    /// What it is for.
+    #[serde(default)]
+    pub role: CommandRole,
+    /// The Service it is a run of.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub service: Option<String>,
     /// Program and arguments, or the one line given as `command`.
     pub argv: Vec<String>,
     /// The lasting shell it runs in.

@@ -143,12 +143,25 @@ pub struct Ended {
     /// The last lines of the guest's console, where the end was not orderly. A guest can write anything here.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub last_console_lines: Vec<String>,
+    /// With `setup_failed`: what the setup command exited with, where it exited.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub exit_code: Option<i32>,
+    /// With `setup_failed`: the last lines that the setup command wrote. A guest can write anything here.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub last_output_lines: Vec<String>,
 }
 
 impl Ended {
     /// An end that the word says in full.
     pub fn new(reason: Reason, at: jiff::Timestamp) -> Self {
-        Ended { reason, at, message: String::new(), last_console_lines: Vec::new() }
+        Ended {
+            reason,
+            at,
+            message: String::new(),
+            last_console_lines: Vec::new(),
+            exit_code: None,
+            last_output_lines: Vec::new(),
+        }
     }
 }
 

@@ -20,8 +20,8 @@ mod session;
 pub mod client;
 
 pub use command::{
-    AttachControl, Command, CommandEnd, CommandState, CreateCommand, OnDisconnect, Output, PtySize, SendSignal,
-    StdinAnswer, StreamEvent, Text,
+    AttachControl, Command, CommandEnd, CommandRole, CommandState, CreateCommand, OnDisconnect, Output, PtySize,
+    SendSignal, StdinAnswer, StreamEvent, Text,
 };
 pub use error::{Ended, Error, ErrorBody, ErrorCode};
 pub use event::{Event, FeedEvent};
@@ -34,7 +34,8 @@ pub use operator::{
 };
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
 pub use session::{
-    CreateSession, NetworkMode, NetworkSpec, Page, Reason, Session, SessionState, SessionStats, UpdateSession,
+    CreateSession, IfTerminated, NetworkMode, NetworkSpec, Page, ReadySpec, Reason, Restart, Service, ServiceSpec,
+    ServiceState, Session, SessionState, SessionStats, Setup, UpdateSession,
 };
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel

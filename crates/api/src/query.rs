@@ -22,6 +22,18 @@ pub struct ListSessions {
     /// Only those with all of these labels, each `key=value`.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub label: Vec<String>,
+    /// Only those of this key, the present one and those before it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
+}
+
+/// Of `session_services`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowServices {
+    /// How long to wait until each one is ready, or will not be, 0..=300. 0 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wait_seconds: Option<u64>,
 }
 
 /// Of `session_show`.

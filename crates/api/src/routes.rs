@@ -128,6 +128,8 @@ routes! {
     session_update: PATCH "/v1/sessions/{session}", SessionsWrite, Tenant, Json -> Json;
     session_terminate: DELETE "/v1/sessions/{session}", SessionsWrite, Tenant, None -> Json;
     session_release: POST "/v1/sessions/{session}/release", SessionsWrite, Tenant, None -> Json;
+    session_open: PUT "/v1/sessions/by-key/{key}", SessionsWrite, Tenant, Json -> Json;
+    session_services: GET "/v1/sessions/{session}/services", SessionsRead, Tenant, None -> Json;
     session_stats: GET "/v1/sessions/{session}/stats", SessionsRead, Tenant, None -> Json;
     session_console: GET "/v1/sessions/{session}/console", HostOperate, Operator, None -> Raw;
     command_create: POST "/v1/sessions/{session}/commands", CommandsRun, Tenant, Json -> JsonOrEvents;

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use crate::command::CommandEnd;
 use crate::error::Ended;
-use crate::id::{AppId, ImageId, SandboxId, SessionId};
+use crate::id::{AppId, CommandId, ImageId, SandboxId, SessionId};
 
 /// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -45,7 +46,8 @@ pub struct CreateSession {
     /// The durable directory. Absent or null: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace: Option<Value>,
-    /// A second life on an empty disk.
+    /// Whether it goes on without a Sandbox when that is given back, and gets a fresh one, with an empty disk, on the next
+    /// request. False where absent: then it ends.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reactivate: Option<bool>,
     /// Paths kept in the Workspace.
@@ -56,10 +58,134 @@ pub struct CreateSession {
     pub secrets: Option<BTreeMap<String, String>>,
     /// Runs once per activation before the Session is Active.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub setup: Option<Value>,
+    pub setup: Option<Setup>,
     /// Run at each activation and kept running.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub services: Option<Value>,
+    pub services: Option<Vec<ServiceSpec>>,
+    /// Of `PUT /v1/sessions/by-key/{key}` alone: what to do where the last Session of that key has ended. `replace` where
+    /// absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub if_terminated: Option<IfTerminated>,
+}
+
+/// What opening a key does where its last Session has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IfTerminated {
+    /// Makes a new one.
+    Replace,
+    /// Answers 410 with that one's end.
+    Refuse,
+}
+
+/// What runs once per activation, before the Session is Active. Where it fails, the activation fails.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Setup {
+    /// A line for `/bin/bash -c`.
+    pub command: String,
+    /// How long it may take, 1..=86400. 300 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_seconds: Option<u64>,
+}
+
+impl Setup {
+    /// How long it may take.
+    pub fn timeout_seconds(&self) -> u64 {
+        self.timeout_seconds.unwrap_or(300)
+    }
+}
+
+/// A program that is started at every activation, after setup, and kept running.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ServiceSpec {
+    /// Unique in its Session: 1 to 63 of `a-z0-9-_.`.
+    pub name: String,
+    /// A line for `/bin/bash -c`.
+    pub command: String,
+    /// The TCP port it listens on: it is ready when that takes connections.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub port: Option<u16>,
+    /// What more it takes to be ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ready: Option<ReadySpec>,
+    /// What to do when it ends. `on-failure` where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub restart: Option<Restart>,
+}
+
+impl ServiceSpec {
+    /// What to do when it ends.
+    pub fn restart(&self) -> Restart {
+        self.restart.unwrap_or(Restart::OnFailure)
+    }
+}
+
+/// What a Service answers once it is ready.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ReadySpec {
+    /// A path: `GET` on the Service's port answers with a status from 200 to 399.
+    pub http: String,
+}
+
+/// What becomes of a Service that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Restart {
+    /// It stays as it is.
+    No,
+    /// It is started again unless it exited with 0.
+    OnFailure,
+    /// It is started again.
+    Always,
+}
+
+/// Where a Service is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ServiceState {
+    /// The Session has no Sandbox, or it is not Active yet.
+    Stopped,
+    /// It runs and is not ready.
+    Starting,
+    /// It runs; where it said what that takes, it is ready.
+    Ready,
+    /// It ended and is started again at `next_start_at`.
+    Waiting,
+    /// It ended and stays so until the next activation.
+    Exited,
+}
+
+/// One Service of a Session.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Service {
+    /// What was asked for.
+    #[serde(flatten)]
+    pub spec: ServiceSpec,
+    /// Where it is.
+    pub state: ServiceState,
+    /// Its last run: a Command, with the output.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command_id: Option<CommandId>,
+    /// How often it was started again in this activation.
+    pub restarts: u32,
+    /// When its last run began.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub started_at: Option<jiff::Timestamp>,
+    /// When that became ready.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ready_at: Option<jiff::Timestamp>,
+    /// When it is started again.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub next_start_at: Option<jiff::Timestamp>,
+    /// How its last run that is over ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_end: Option<CommandEnd>,
+    /// Why it could not be started, where it could not. A guest may have had a say in it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub message: String,
 }
 
 /// What a Sandbox may reach.
@@ -104,6 +230,20 @@ pub struct UpdateSession {
     /// A new network policy.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkSpec>,
+    /// All public environment, from the next activation on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub env: Option<BTreeMap<String, String>>,
+    /// What runs first, from the next activation on; `null` for nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
+    pub setup: Option<Option<Setup>>,
+    /// All Services, from the next activation on.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub services: Option<Vec<ServiceSpec>>,
+}
+
+/// Tells `null` from a field that is not there.
+fn present<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+    T::deserialize(deserializer).map(Some)
 }
 
 /// Where a Session is in its life.
@@ -182,6 +322,9 @@ pub struct Session {
     /// Its name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
+    /// The key it was opened by.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
     /// Where it is.
     pub state: SessionState,
     /// Counts every change of what is shown here.
@@ -203,8 +346,17 @@ pub struct Session {
     pub disk_mib: u32,
     /// How long the Sandbox stays after the last activity.
     pub keep_alive_seconds: u64,
+    /// Whether it gets a fresh Sandbox when the one it had is given back.
+    #[serde(default)]
+    pub reactivate: bool,
     /// Its network policy.
     pub network: NetworkSpec,
+    /// What runs once per activation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub setup: Option<Setup>,
+    /// Its Services; how they are stands in `GET …/services`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub services: Vec<ServiceSpec>,
     /// Public environment.
     pub env: BTreeMap<String, String>,
     /// For filtering.
@@ -217,8 +369,11 @@ pub struct Session {
     /// When the present Sandbox became Active.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub active_at: Option<jiff::Timestamp>,
-    /// Commands that run.
+    /// Commands that run, without its Services.
     pub commands_running: u32,
+    /// How its last Sandbox that is gone ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub last_end: Option<Ended>,
     /// How it ended.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<Ended>,

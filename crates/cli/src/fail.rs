@@ -16,6 +16,8 @@ pub struct Failure {
     hints: Vec<String>,
     /// Lines of a guest's console, which explain but prove nothing.
     console: Vec<String>,
+    /// Lines that a setup command wrote, likewise.
+    output: Vec<String>,
     /// The exit code, where it is not the verb's usual one.
     pub code: Option<u8>,
 }
@@ -26,7 +28,7 @@ pub type Outcome<T> = Result<T, Failure>;
 impl Failure {
     /// With this sentence: lower case, no full stop.
     pub fn new(message: impl fmt::Display) -> Self {
-        Failure { message: message.to_string(), hints: Vec::new(), console: Vec::new(), code: None }
+        Failure { message: message.to_string(), hints: Vec::new(), console: Vec::new(), output: Vec::new(), code: None }
     }
 
     /// Adds what to do.
@@ -35,9 +37,10 @@ impl Failure {
         self
     }
 
-    /// Adds lines of a guest's console.
-    pub fn console(mut self, lines: &[String]) -> Self {
-        self.console = lines.to_vec();
+    /// Adds what a guest left to an end.
+    pub fn evidence(mut self, ended: &Ended) -> Self {
+        self.console = ended.last_console_lines.clone();
+        self.output = ended.last_output_lines.clone();
         self
     }
 
@@ -74,6 +77,9 @@ impl Failure {
         }
         for line in &self.console {
             text.push_str(&console_line(line));
+        }
+        for line in &self.output {
+            text.push_str(&format!("setup: {}\n", escape::line(line)));
         }
         for hint in &self.hints {
             text.push_str(&format!("hint: {}\n", escape::line(hint)));
@@ -114,10 +120,11 @@ impl From<ClientError> for Failure {
         if let ClientError::Api(error) = &error {
             if let Some(ended) = &error.ended {
                 // The sentence says why already, unless it is a short one.
-                if !failure.message.contains(&crate::render::word(&ended.reason)) {
+                let said = !ended.message.is_empty() && failure.message.contains(&ended.message);
+                if !said && !failure.message.contains(&crate::render::word(&ended.reason)) {
                     failure.message = format!("{} ({})", failure.message, why(ended));
                 }
-                failure.console = ended.last_console_lines.clone();
+                failure = failure.evidence(ended);
             }
             failure.code = match error.code {
                 ErrorCode::CommandNotFound => Some(127),

@@ -89,6 +89,20 @@ pub fn label(text: &str) -> Result<(String, String), String> {
     Ok((key.to_owned(), value.to_owned()))
 }
 
+/// `--service`: `NAME[:PORT]=COMMAND`.
+pub fn service(text: &str) -> Result<pepo_api::ServiceSpec, String> {
+    let told = || format!("`{text}` is not a service: NAME=COMMAND or NAME:PORT=COMMAND");
+    let (head, command) = text.split_once('=').filter(|(_, command)| !command.is_empty()).ok_or_else(told)?;
+    let (name, port) = match head.split_once(':') {
+        Some((name, port)) => (name, Some(port.parse::<u16>().ok().filter(|port| *port > 0).ok_or_else(told)?)),
+        None => (head, None),
+    };
+    if name.is_empty() {
+        return Err(told());
+    }
+    Ok(pepo_api::ServiceSpec { name: name.into(), command: command.into(), port, ready: None, restart: None })
+}
+
 /// `--net`: the one policy that this release has.
 pub fn network(text: &str) -> Result<pepo_api::NetworkSpec, String> {
     match text {
@@ -251,5 +265,15 @@ mod tests {
         assert_eq!(copy(odd.to_str().unwrap()).unwrap(), Copy { source: odd, destination: None });
         assert_eq!(copy("nope:/srv").unwrap(), Copy { source: "nope".into(), destination: Some("/srv".into()) });
         assert_eq!(copy("nope:").unwrap(), Copy { source: "nope:".into(), destination: None });
+    }
+
+    #[test]
+    fn a_service_is_a_name_a_port_and_a_command() {
+        let web = service("web:3000=npm run dev -- --a=b").unwrap();
+        assert_eq!((web.name.as_str(), web.port, web.command.as_str()), ("web", Some(3000), "npm run dev -- --a=b"));
+        assert_eq!(service("w=x").unwrap().port, None);
+        for bad in ["web", "web=", "=x", ":1=x", "web:0=x", "web:x=y", "web:70000=x"] {
+            assert!(service(bad).unwrap_err().contains("is not a service"), "{bad}");
+        }
     }
 }

@@ -562,10 +562,10 @@ async fn what_this_release_cannot_do_is_named() {
         (json!({"network": {"mode": "public"}}), ErrorCode::Unsupported, "network.mode"),
         (json!({"workspace": {"own": true}}), ErrorCode::Unsupported, "workspace"),
         (json!({"secrets": {"A": "b"}}), ErrorCode::Unsupported, "secrets"),
-        (json!({"services": [{}]}), ErrorCode::Unsupported, "services"),
-        (json!({"setup": {}}), ErrorCode::Unsupported, "setup"),
         (json!({"persist": ["~/.x"]}), ErrorCode::Unsupported, "persist"),
-        (json!({"reactivate": true}), ErrorCode::Unsupported, "reactivate"),
+        (json!({"setup": {"command": ""}}), ErrorCode::Invalid, "setup.command"),
+        (json!({"setup": {"command": "x", "timeout_seconds": 0}}), ErrorCode::Invalid, "setup.timeout_seconds"),
+        (json!({"if_terminated": "refuse"}), ErrorCode::Invalid, "if_terminated"),
         (json!({"memory_mib": 1}), ErrorCode::Invalid, "memory_mib"),
         (json!({"cpus": 0}), ErrorCode::Invalid, "cpus"),
         (json!({"name": "No"}), ErrorCode::Invalid, "name"),
@@ -597,6 +597,7 @@ async fn the_edge_has_no_operator_routes() {
         let path = route
             .path
             .replace("{session}", "s")
+            .replace("{key}", "k")
             .replace("{command}", "c")
             .replace("{image}", "i")
             .replace("{port}", "1");

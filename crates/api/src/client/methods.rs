@@ -12,13 +12,14 @@ use super::attach::{self, Attachment};
 use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
-    AtPath, ListCommands, ListSessions, ShowCommand, ShowConsole, ShowSession, UnderPath, WriteFile, WriteStdin,
+    AtPath, ListCommands, ListSessions, ShowCommand, ShowConsole, ShowServices, ShowSession, UnderPath, WriteFile,
+    WriteStdin,
 };
 use crate::{
     BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateCommand, CreateSession, DIAL_UPGRADE, DoctorReport,
     FileChange, FileEntry, FileList, Health, Image, MakeFile, Output, Page, RecipeFile, RemovedImages, RenameFile,
-    SendSignal, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateSession,
-    Version, route,
+    SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text,
+    UpdateSession, Version, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -41,6 +42,17 @@ impl Client {
     /// Makes a Session.
     pub async fn session_create(&self, body: &CreateSession) -> Result<Session, ClientError> {
         self.json(self.request(&route::session_create, &[])?.with_json(body)?.waiting(LONG)).await
+    }
+
+    /// Opens the Session of that key, or makes it.
+    pub async fn session_open(&self, key: &str, body: &CreateSession) -> Result<Session, ClientError> {
+        self.json(self.request(&route::session_open, &[("key", key)])?.with_json(body)?.waiting(LONG)).await
+    }
+
+    /// Its Services; may wait until they are ready.
+    pub async fn session_services(&self, session: &str, query: &ShowServices) -> Result<Page<Service>, ClientError> {
+        let call = self.request(&route::session_services, &[("session", session)])?.with_query(query)?;
+        self.json(call.waiting(query.wait_seconds.unwrap_or(0))).await
     }
 
     /// A page of Sessions.

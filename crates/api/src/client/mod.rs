@@ -152,6 +152,7 @@ enum Target {
 #[derive(Clone, Debug)]
 pub struct Client {
     target: Arc<Target>,
+    activation: Option<u64>,
 }
 
 /// A request body.
@@ -199,7 +200,7 @@ impl Call<'_> {
 impl Client {
     /// Speaks to the daemon behind this socket, as its operator.
     pub fn unix(socket: impl Into<PathBuf>) -> Self {
-        Client { target: Arc::new(Target::Unix(socket.into())) }
+        Client { target: Arc::new(Target::Unix(socket.into())), activation: None }
     }
 
     /// Speaks to an edge, `http://host[:port]`, with an API key.
@@ -228,7 +229,13 @@ impl Client {
                 Some(value)
             }
         };
-        Ok(Client { target: Arc::new(Target::Tcp { authority, key }) })
+        Ok(Client { target: Arc::new(Target::Tcp { authority, key }), activation: None })
+    }
+
+    /// The same, but every request asks for that activation of its Session: where another Sandbox has taken its place, the
+    /// answer is [`ErrorCode::SandboxReplaced`].
+    pub fn if_activation(&self, activation: u64) -> Self {
+        Client { target: self.target.clone(), activation: Some(activation) }
     }
 
     /// The operator's socket, where that is what it speaks to.
@@ -292,6 +299,9 @@ impl Client {
             }
         };
         call.headers.insert(HOST, host);
+        if let Some(activation) = self.activation {
+            call.headers.insert("if-activation", HeaderValue::from(activation));
+        }
     }
 
     /// Sends it and gives the answer if it is a success (or 101).

@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
-use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect};
+use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, ServiceSpec, Setup};
 
 use crate::fail::{Failure, Outcome};
 use crate::follow::Stdin;
@@ -40,13 +40,11 @@ pub struct Shape {
     volume: Option<String>,
     #[arg(long, hide = true, value_parser = later)]
     workspace: Option<String>,
-    #[arg(long, hide = true, value_parser = later)]
-    key: Option<String>,
 }
 
 /// Refuses what a later release brings.
 fn later(_: &str) -> Result<String, String> {
-    Err("this does not exist in this release: Workspaces, host directories and keyed Sessions are not there yet".into())
+    Err("this does not exist in this release: Workspaces and host directories are not there yet".into())
 }
 
 impl Shape {
@@ -62,6 +60,43 @@ impl Shape {
             labels: self.labels.iter().cloned().collect(),
             ..CreateSession::default()
         }
+    }
+}
+
+/// What a Session does whenever it gets a Sandbox.
+#[derive(Debug, Args)]
+pub struct Begins {
+    /// A command line that sets it up, before anything else runs; where it fails, there is no Session
+    #[arg(long, value_name = "COMMAND")]
+    setup: Option<String>,
+    /// How long that may take (a bare number is seconds; 90s, 5m, 1h)
+    #[arg(long, value_name = "TIME", value_parser = value::seconds, requires = "setup")]
+    setup_timeout: Option<u64>,
+    /// A program to keep running, with its port if it has one; may be given several times
+    #[arg(long = "service", value_name = "NAME[:PORT]=COMMAND", value_parser = value::service)]
+    service: Vec<ServiceSpec>,
+    /// A JSON file with a list of such programs: name, command, port, ready, restart
+    #[arg(long, value_name = "FILE")]
+    services: Option<PathBuf>,
+}
+
+impl Begins {
+    /// What sets it up.
+    pub fn setup(&self) -> Option<Setup> {
+        self.setup.clone().map(|command| Setup { command, timeout_seconds: self.setup_timeout })
+    }
+
+    /// All Services, where there are any: those of the file, then those of the flags.
+    pub fn services(&self) -> Outcome<Option<Vec<ServiceSpec>>> {
+        let mut all = Vec::new();
+        if let Some(path) = &self.services {
+            let told = |why: String| Failure::new(format!("--services {}: {why}", path.display()));
+            let text = std::fs::read_to_string(path).map_err(|error| told(error.to_string()))?;
+            let listed: Vec<ServiceSpec> = serde_json::from_str(&text).map_err(|error| told(error.to_string()))?;
+            all.extend(listed);
+        }
+        all.extend(self.service.iter().cloned());
+        Ok((self.services.is_some() || !all.is_empty()).then_some(all))
     }
 }
 

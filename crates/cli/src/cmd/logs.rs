@@ -3,7 +3,8 @@
 use std::io::Write;
 
 use clap::Args;
-use pepo_api::query::{ListCommands, ShowCommand, ShowConsole};
+use pepo_api::client::Client;
+use pepo_api::query::{ListCommands, ShowCommand, ShowConsole, ShowServices};
 use pepo_api::{CommandId, StreamEvent};
 
 use crate::escape;
@@ -26,9 +27,9 @@ pub struct Logs {
     /// The Session, by id or name
     #[arg(value_name = "SES")]
     session: String,
-    /// The command's id; the newest one where absent
+    /// The command's id, or a Service's name; the newest command where absent
     #[arg(value_name = "CMD")]
-    command: Option<CommandId>,
+    command: Option<String>,
 }
 
 impl Logs {
@@ -56,10 +57,31 @@ impl Logs {
         render::out(&clean.finish())
     }
 
+    /// The last run of that Service.
+    async fn service(&self, client: &Client, name: &str) -> Outcome<CommandId> {
+        let services = client.session_services(&self.session, &ShowServices::default()).await?.items;
+        let service = services.iter().find(|service| service.spec.name == name);
+        let service = service.ok_or_else(|| {
+            Failure::new(format!("Session {} has neither a command nor a service `{name}`", self.session))
+                .hint("`pepo ps -a` lists its commands, `pepo session show` its services")
+        })?;
+        if let Some(command) = service.command_id {
+            return Ok(command);
+        }
+        let query = ListCommands { limit: Some(1000), cursor: None };
+        let listed = client.command_list(&self.session, &query).await?.items;
+        let last = listed.into_iter().find(|command| command.service.as_deref() == Some(name));
+        last.map(|command| command.id).ok_or_else(|| Failure::new(format!("service `{name}` has not run yet")))
+    }
+
     async fn command(&self, place: Place) -> Outcome<()> {
         let client = place.client();
-        let command = match self.command {
-            Some(command) => command,
+        let command = match &self.command {
+            Some(text) => match text.parse::<CommandId>() {
+                Ok(command) => command,
+                Err(error) if text.starts_with("cmd_") => return Err(Failure::new(error)),
+                Err(_) => self.service(&client, text).await?,
+            },
             None => {
                 let query = ListCommands { limit: Some(1), cursor: None };
                 let newest = client.command_list(&self.session, &query).await?.items.into_iter().next();

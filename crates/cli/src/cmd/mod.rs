@@ -162,7 +162,9 @@ mod tests {
     fn what_does_not_exist_yet_is_refused_with_its_reason() {
         let net = refusal(&["pepo", "run", "--net", "public", "--", "true"]);
         assert!(net.contains("a Sandbox has no network interface"), "{net}");
-        for flag in ["-v=/x:/y", "--workspace=w", "--key=k"] {
+        let key = refusal(&["pepo", "run", "--key=k", "--", "true"]);
+        assert!(key.contains("pepo session create --key"), "{key}");
+        for flag in ["-v=/x:/y", "--workspace=w"] {
             let text = refusal(&["pepo", "run", flag, "--", "true"]);
             assert!(text.contains("does not exist in this release"), "{flag}: {text}");
         }

@@ -2,7 +2,7 @@
 
 use clap::Args;
 use pepo_api::query::ListCommands;
-use pepo_api::{Command, CommandState, Reason};
+use pepo_api::{Command, CommandEnd, CommandRole, CommandState, Reason};
 
 use crate::fail::Outcome;
 use crate::place::Place;
@@ -59,21 +59,31 @@ fn table(commands: &[Command], now: jiff::Timestamp) -> String {
                 state(c),
                 render::ago(c.started_at, now),
                 if c.pty { "tty".into() } else { "-".into() },
+                match (c.role, &c.service) {
+                    (CommandRole::Command, _) => "-".into(),
+                    (_, Some(service)) => service.clone(),
+                    (role, None) => render::word(&role),
+                },
                 render::short(&render::argv(&c.argv), 60),
             ]
         })
         .collect();
-    render::table(&["ID", "STATE", "STARTED", "TTY", "COMMAND"], &rows)
+    render::table(&["ID", "STATE", "STARTED", "TTY", "FOR", "COMMAND"], &rows)
 }
 
 /// How a command stands, in a word or two.
 pub fn state(command: &Command) -> String {
     match &command.end {
         None => "running".into(),
-        Some(end) => match (end.reason, end.exit_code, &end.signal) {
-            (Reason::Exit, Some(code), _) => format!("exited {code}"),
-            (Reason::Signal, _, Some(signal)) => signal.clone(),
-            (reason, _, _) => render::word(&reason).replace('_', " "),
-        },
+        Some(end) => self::end(end),
+    }
+}
+
+/// How a command ended, in a word or two.
+pub fn end(end: &CommandEnd) -> String {
+    match (end.reason, end.exit_code, &end.signal) {
+        (Reason::Exit, Some(code), _) => format!("exited {code}"),
+        (Reason::Signal, _, Some(signal)) => signal.clone(),
+        (reason, _, _) => render::word(&reason).replace('_', " "),
     }
 }

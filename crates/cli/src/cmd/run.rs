@@ -34,6 +34,8 @@ const GRACE: Duration = Duration::from_secs(60);
 pub struct Run {
     #[command(flatten)]
     shape: Shape,
+    #[arg(long, hide = true, value_parser = no_key)]
+    key: Option<String>,
     #[command(flatten)]
     how: How,
     /// Copy a file, or what is in a directory, into the Sandbox before the start
@@ -66,6 +68,11 @@ pub struct Run {
 enum Middle {
     Code(u8),
     Interrupted(Caught),
+}
+
+/// A run ends its Session, so a key would be worth nothing.
+fn no_key(_: &str) -> Result<String, String> {
+    Err("`pepo run` ends the Session it made: use `pepo session create --key KEY` and `pepo exec`".into())
 }
 
 impl Run {
@@ -230,7 +237,8 @@ pub async fn wait_active(client: &Client, session: &Session, notes: Notes) -> Ou
     let mut told = false;
     loop {
         match now.state {
-            SessionState::Active => return Ok(()),
+            // One that is idle takes commands too: the next one brings it back.
+            SessionState::Active | SessionState::Idle => return Ok(()),
             SessionState::Terminating | SessionState::Terminated => return Err(not_started(&now)),
             _ => {}
         }
@@ -247,7 +255,7 @@ pub async fn wait_active(client: &Client, session: &Session, notes: Notes) -> Ou
 fn not_started(session: &Session) -> Failure {
     let failure = Failure::new(format!("Session {} did not start", session.id));
     let failure = match &session.ended {
-        Some(ended) => failure.because(fail::why(ended)).console(&ended.last_console_lines),
+        Some(ended) => failure.because(fail::why(ended)).evidence(ended),
         None => failure,
     };
     failure.hint("`pepo doctor` looks at this host")

@@ -2,10 +2,10 @@
 
 use clap::{Args, Subcommand, ValueEnum};
 use pepo_api::client::Client;
-use pepo_api::query::{ListSessions, ShowSession};
-use pepo_api::{Session as Record, SessionState, UpdateSession};
+use pepo_api::query::{ListSessions, ShowServices, ShowSession};
+use pepo_api::{IfTerminated, Service, ServiceState, Session as Record, SessionState, UpdateSession};
 
-use super::flags::{Environment, Shape};
+use super::flags::{Begins, Environment, Shape};
 use super::run::{end, wait_active};
 use crate::fail::{self, Failure, Notes, Outcome};
 use crate::interrupt::Interrupts;
@@ -22,7 +22,7 @@ pub enum Session {
     Show(Show),
     /// Change a Session
     Update(Update),
-    /// Give its machine back (what is on its disk is lost)
+    /// Give its machine back: what is on its disk is lost, and the Session ends unless it was made with --reactivate
     Release(One),
     /// End Sessions for good
     Rm(Rm),
@@ -36,6 +36,17 @@ pub struct Create {
     shape: Shape,
     #[command(flatten)]
     environment: Environment,
+    #[command(flatten)]
+    begins: Begins,
+    /// Open the Session of this key, or make it; what else is said must be as it is there
+    #[arg(long, value_name = "KEY")]
+    key: Option<String>,
+    /// With --key: fail where the last Session of the key has ended, instead of making a new one
+    #[arg(long, requires = "key")]
+    no_replace: bool,
+    /// Keep it when its machine is given back: the next request gets it a fresh one, with an empty disk
+    #[arg(long)]
+    reactivate: bool,
     /// How long it stays after the last activity (a bare number is seconds; 90s, 5m, 1h)
     #[arg(long, value_name = "TIME", value_parser = value::seconds)]
     keep_alive: Option<u64>,
@@ -64,6 +75,9 @@ pub struct Ls {
     /// Only those with this label; may be given several times
     #[arg(short, long = "label", value_name = "KEY=VALUE")]
     labels: Vec<String>,
+    /// Only those of this key
+    #[arg(long, value_name = "KEY")]
+    key: Option<String>,
     /// Print ids alone
     #[arg(short, long)]
     quiet: bool,
@@ -96,6 +110,14 @@ pub struct Update {
     /// How long it lives from now on
     #[arg(long, value_name = "TIME", value_parser = value::seconds)]
     expires: Option<u64>,
+    /// What is given of these holds from its next machine on: all variables, setup, all services
+    #[command(flatten)]
+    environment: Environment,
+    #[command(flatten)]
+    begins: Begins,
+    /// From its next machine on, nothing sets it up
+    #[arg(long, conflicts_with = "setup")]
+    no_setup: bool,
     /// Print it as JSON
     #[arg(long)]
     json: bool,
@@ -171,11 +193,16 @@ impl Session {
             Session::Create(verb) => verb.run(place).await,
             Session::Ls(verb) => verb.run(&place.client()).await,
             Session::Show(verb) => {
-                let session = place.client().session_show(&verb.session, &ShowSession::default()).await?;
+                let client = place.client();
+                let session = client.session_show(&verb.session, &ShowSession::default()).await?;
                 if verb.json {
                     render::json(&session)?
                 } else {
-                    render::out(&details(&session))?
+                    let services = match session.services.is_empty() {
+                        true => Vec::new(),
+                        false => client.session_services(&verb.session, &ShowServices::default()).await?.items,
+                    };
+                    render::out(&details(&session, &services))?
                 }
                 Ok(0)
             }
@@ -205,18 +232,28 @@ impl Create {
         request.env = self.environment.variables()?;
         request.keep_alive_seconds = self.keep_alive;
         request.expires_seconds = self.expires;
+        request.reactivate = self.reactivate.then_some(true);
+        request.setup = self.begins.setup();
+        request.services = self.begins.services()?;
+        request.if_terminated = self.no_replace.then_some(IfTerminated::Refuse);
         let notes = if self.quiet { Notes::Off } else { Notes::On };
         let mut interrupts = Interrupts::new()?;
         let client = match interrupts.unless(launch::ensure(place, "session create", notes)).await {
             Ok(client) => client?,
             Err(caught) => return Ok(caught.exit_code()),
         };
-        let mut session = client.session_create(&request).await?;
+        let (mut session, ours) = match &self.key {
+            // Others may have opened it too: it is not ours to end.
+            Some(key) => (client.session_open(key, &request).await?, false),
+            None => (client.session_create(&request).await?, true),
+        };
         if !self.detach {
             match interrupts.unless(wait_active(&client, &session, notes)).await {
                 Ok(ready) => ready?,
                 Err(caught) => {
-                    end(&client, &session.id.to_string(), &mut interrupts).await?;
+                    if ours {
+                        end(&client, &session.id.to_string(), &mut interrupts).await?;
+                    }
                     return Ok(caught.exit_code());
                 }
             }
@@ -234,6 +271,7 @@ impl Ls {
             limit: Some(1000),
             state: self.state.map(Into::into),
             label: self.labels.clone(),
+            key: self.key.clone(),
             cursor: None,
         };
         let mut sessions = Vec::new();
@@ -284,7 +322,7 @@ fn table(sessions: &[Record], now: jiff::Timestamp) -> String {
     render::table(&["ID", "NAME", "STATE", "IMAGE", "CPUS", "MEMORY", "COMMANDS", "CREATED"], &rows)
 }
 
-fn details(session: &Record) -> String {
+fn details(session: &Record, services: &[Service]) -> String {
     let pairs = |map: &std::collections::BTreeMap<String, String>| {
         map.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(" ")
     };
@@ -293,6 +331,7 @@ fn details(session: &Record) -> String {
     let mut text = render::fields(&[
         ("id", session.id.to_string()),
         ("name", session.name.clone().unwrap_or_default()),
+        ("key", session.key.clone().unwrap_or_default()),
         ("state", render::word(&session.state)),
         ("ended", ended.map_or_else(String::new, |e| format!("{}, {}", fail::why(e), render::time(e.at)))),
         ("image", format!("{} ({})", session.image, session.image_id)),
@@ -301,19 +340,58 @@ fn details(session: &Record) -> String {
         ("disk", render::mebibytes(session.disk_mib)),
         ("network", render::word(&session.network.mode)),
         ("keep alive", format!("{} s", session.keep_alive_seconds)),
+        ("reactivate", if session.reactivate { "yes".into() } else { String::new() }),
+        ("setup", session.setup.as_ref().map_or_else(String::new, |setup| setup.command.clone())),
         ("commands", session.commands_running.to_string()),
         ("activation", session.activation.to_string()),
         ("sandbox", session.sandbox_id.map_or_else(String::new, |id| id.to_string())),
+        (
+            "last end",
+            session.last_end.as_ref().map_or_else(String::new, |e| format!("{}, {}", fail::why(e), render::time(e.at))),
+        ),
         ("env", pairs(&session.env)),
         ("labels", pairs(&session.labels)),
         ("created", render::time(session.created_at)),
         ("active since", time(session.active_at)),
         ("expires", time(session.expires_at)),
     ]);
-    for line in ended.into_iter().flat_map(|e| &e.last_console_lines) {
-        text.push_str(&format!("console: {}\n", crate::escape::line(line)));
+    if let Some(end) = ended.or(session.last_end.as_ref()) {
+        for line in &end.last_console_lines {
+            text.push_str(&format!("console: {}\n", crate::escape::line(line)));
+        }
+        for line in &end.last_output_lines {
+            text.push_str(&format!("setup: {}\n", crate::escape::line(line)));
+        }
+    }
+    if !services.is_empty() {
+        text.push('\n');
+        text.push_str(&services_table(services));
     }
     text
+}
+
+fn services_table(services: &[Service]) -> String {
+    let rows: Vec<_> = services
+        .iter()
+        .map(|service| {
+            let end = service.last_end.as_ref();
+            let state = match (service.state, end) {
+                (ServiceState::Waiting | ServiceState::Exited, Some(end)) => {
+                    format!("{} ({})", render::word(&service.state), super::ps::end(end))
+                }
+                _ => render::word(&service.state),
+            };
+            vec![
+                service.spec.name.clone(),
+                state,
+                service.spec.port.map_or_else(|| "-".into(), |port| port.to_string()),
+                service.restarts.to_string(),
+                service.command_id.map_or_else(|| "-".into(), |id| id.to_string()),
+                render::short(&service.spec.command, 60),
+            ]
+        })
+        .collect();
+    render::table(&["SERVICE", "STATE", "PORT", "RESTARTS", "RUN", "COMMAND"], &rows)
 }
 
 impl Update {
@@ -324,9 +402,16 @@ impl Update {
             keep_alive_seconds: self.keep_alive,
             expires_seconds: self.expires,
             network: None,
+            env: Some(self.environment.variables()?).filter(|env| !env.is_empty()),
+            setup: match self.no_setup {
+                true => Some(None),
+                false => self.begins.setup().map(Some),
+            },
+            services: self.begins.services()?,
         };
         if update == UpdateSession::default() {
-            return Err(Failure::new("nothing to change").hint("--name, --label, --keep-alive or --expires"));
+            return Err(Failure::new("nothing to change")
+                .hint("--name, --label, --keep-alive, --expires, --env, --setup, --service"));
         }
         let session = client.session_update(&self.session, &update).await?;
         print(&session, self.json)

@@ -68,6 +68,9 @@ async fn attach(
         Found::Live(session) => (session.id(), Some(session)),
         Found::Ended(row) => (row.id, None),
     };
+    if let Some(session) = &live {
+        session.is_still(call.activation)?;
+    }
     let known = live.as_ref().and_then(|session| session.commands().get(command_id));
     let mut follower = match (&live, known) {
         (Some(session), Some(command)) => Follower::join_with_input(session, command, from).await?,

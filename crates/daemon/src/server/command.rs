@@ -9,12 +9,15 @@ use bytes::Bytes;
 use futures_util::StreamExt as _;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use pepo_api::query::{ListCommands, ShowCommand, WriteStdin};
-use pepo_api::{CommandId, CommandState, CreateCommand, ErrorCode, OnDisconnect, Output, Page, SendSignal, route};
+use pepo_api::{
+    CommandId, CommandRole, CommandState, CreateCommand, ErrorCode, OnDisconnect, Output, Page, SendSignal, route,
+};
 use pepo_sandbox::proto::{self, Exec, PtySize, Variable};
 use tokio::time::Instant;
 
 use super::events::{self, Until};
-use super::session::{check_env, with_activation};
+use super::session::with_activation;
+use super::settings::check_env;
 use super::{Call, Json, Problem, Query, Routes};
 use crate::Pepod;
 use crate::session::{Error, Follower, Found, Interest, Item, NewCommand, Session, Status, shown_row};
@@ -62,9 +65,18 @@ async fn create(
     let limit = limit(body.max_output_bytes)?;
     let new = checked(body)?;
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
-    let serving = session.serving(call.activation, pepod.start_within()).await?;
-    let activation = serving.activation;
-    let follower = session.commands().start(&session, new, serving).await?;
+    // One that ran already is joined where it is: it needs no Sandbox, least of all a fresh one.
+    let again = match new.named_by_caller {
+        true => session.commands().again(&session, new.id).await?,
+        false => None,
+    };
+    let (activation, follower) = match again {
+        Some(follower) => (follower.shown().activation, follower),
+        None => {
+            let serving = session.serving(call.activation, pepod.start_within()).await?;
+            (serving.activation, session.commands().start(&session, new, serving).await?)
+        }
+    };
     let answer =
         if wants_events(&headers) { events::answer(follower, Until::End) } else { json(follower, wait, limit).await? };
     Ok(with_activation(activation, answer))
@@ -163,6 +175,8 @@ fn checked(body: CreateCommand) -> Result<NewCommand, Problem> {
         pty: pty.is_some(),
         stdin: has_stdin,
         keeps_alive: keeps_alive.unwrap_or(true),
+        role: CommandRole::Command,
+        service: None,
     };
     Ok(NewCommand {
         id: id.unwrap_or_else(CommandId::generate),
@@ -390,13 +404,14 @@ async fn kill(
     Path((which, id)): Path<(String, String)>,
 ) -> Result<Response, Problem> {
     let id = command_id(&id)?;
-    if let Found::Live(session) = pepod.sessions().find(call.app, &which).await?
-        && let Some(command) = session.commands().get(id)
-    {
-        session.commands().kill(&session, &command).await?;
-        // Its end is known a moment after its death.
-        let _ = tokio::time::timeout(Duration::from_secs(5), command.over()).await;
-        return Ok(with_activation(command.activation(), axum::Json(command.shown())));
+    if let Found::Live(session) = pepod.sessions().find(call.app, &which).await? {
+        session.is_still(call.activation)?;
+        if let Some(command) = session.commands().get(id) {
+            session.commands().kill(&session, &command).await?;
+            // Its end is known a moment after its death.
+            let _ = tokio::time::timeout(Duration::from_secs(5), command.over()).await;
+            return Ok(with_activation(command.activation(), axum::Json(command.shown())));
+        }
     }
     // What has ended is killed already.
     Ok(axum::Json(record(&pepod, call, &which, id).await?).into_response())
@@ -468,6 +483,7 @@ async fn live(
 ) -> Result<(Session, std::sync::Arc<crate::session::Command>), Problem> {
     let id = command_id(id)?;
     let session = pepod.sessions().find(call.app, which).await?.live()?;
+    session.is_still(call.activation)?;
     match session.commands().get(id) {
         Some(command) => Ok((session, command)),
         None => {
@@ -510,7 +526,7 @@ async fn signal(
     if command.is_over() {
         return Err(Problem::new(ErrorCode::Conflict, format!("{id} has ended")));
     }
-    let serving = session.serving(Some(command.activation()), GLANCE).await?;
+    let serving = session.serving_still(command.activation(), GLANCE).await?;
     serving.guest.signal(proto::Signal { target: command.op(), signal: number, tree: body.tree }).await?;
     Ok(with_activation(command.activation(), StatusCode::NO_CONTENT))
 }

@@ -199,7 +199,7 @@ async fn read(
 fn limited(
     download: Download,
     promised: Option<u64>,
-    ticket: Ticket,
+    ticket: Option<Ticket>,
 ) -> impl futures_util::Stream<Item = Result<Bytes, guest::Error>> + Send {
     let state = (download, promised, ticket);
     futures_util::stream::try_unfold(state, |(mut download, left, ticket)| async move {
@@ -447,6 +447,8 @@ async fn dial(
         return Err(Problem::new(ErrorCode::BadRequest, format!("this route answers `Upgrade: {DIAL_UPGRADE}` only")));
     }
     let lent = lend(&pepod, call, &which).await?;
+    // A Service that this very request may have brought up gets the time to listen.
+    lent.session.services().up(port, pepod.start_within()).await;
     let dialed = match lent.serving.guest.dial(port).await {
         Err(guest::Error::Failed(failure)) if failure.code == proto::FailureCode::Refused => {
             return Err(Problem::new(ErrorCode::GuestFailed, format!("nothing listens on port {port} in the guest")));

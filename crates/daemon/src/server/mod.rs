@@ -16,6 +16,7 @@ mod files;
 mod image;
 mod operator;
 mod session;
+mod settings;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -157,6 +158,11 @@ impl From<Error> for Problem {
             }
             Error::Full(Full::Now { .. }) => ApiError::new(ErrorCode::NoCapacity, text)
                 .hint("end a Session (`pepo session ls`, `pepo session rm`) or ask for less memory"),
+            Error::NoSandboxNow(_) => ApiError::new(ErrorCode::Conflict, text),
+            Error::Differs { field, .. } => ApiError::new(ErrorCode::Conflict, text)
+                .param(field)
+                .hint("leave it out, change the Session (`PATCH`), or use another key"),
+            Error::KeyTaken(_) => ApiError::new(ErrorCode::Conflict, text).param("key"),
             Error::Draining => ApiError::new(ErrorCode::Draining, text),
             Error::Invalid { param: "name", message } => ApiError::new(ErrorCode::Conflict, message).param("name"),
             Error::Invalid { param, message } => ApiError::new(ErrorCode::Invalid, message).param(param),
@@ -164,7 +170,7 @@ impl From<Error> for Problem {
             Error::NotStarted { message, .. } => ApiError::new(ErrorCode::CommandNotStarted, message),
             Error::OutputGone(_) => ApiError::new(ErrorCode::OutputGone, text),
             Error::Guest(error) => guest_error(error, text),
-            Error::Store(_) | Error::Host(_) | Error::Lost(_) => {
+            Error::Store(_) | Error::Host(_) | Error::Lost(_) | Error::NoSandbox(_) => {
                 tracing::error!(error = text, "a request failed by a fault of ours");
                 ApiError::new(ErrorCode::Internal, text)
             }

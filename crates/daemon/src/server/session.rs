@@ -1,6 +1,5 @@
 //! Routes of Sessions.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -8,16 +7,14 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
-use pepo_api::query::{ListSessions, ShowConsole, ShowSession};
-use pepo_api::{
-    CreateSession, ImageId, NetworkMode, NetworkSpec, Page, Reason, Session, SessionStats, UpdateSession, route,
-};
-use pepo_sandbox::plan;
+use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
+use pepo_api::{CreateSession, IfTerminated, Page, Reason, Session, SessionStats, UpdateSession, route};
 
+use super::settings;
 use super::{Call, Json, Problem, Query, Routes};
 use crate::Pepod;
 use crate::session::state::Cause;
-use crate::session::{Error, Found, NewSession, Published, Session as Handle, Spec, Update};
+use crate::session::{Error, Found, Opened, Published, Services, Session as Handle};
 use crate::store::{Filter, SessionRow};
 
 /// Rows looked at for one page, where a filter lets few through.
@@ -31,6 +28,8 @@ const CONSOLE_EVERY: Duration = Duration::from_millis(250);
 
 pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::session_create, create);
+    routes.route(&route::session_open, open);
+    routes.route(&route::session_services, services);
     routes.route(&route::session_list, list);
     routes.route(&route::session_show, show);
     routes.route(&route::session_update, update);
@@ -40,161 +39,43 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::session_console, console);
 }
 
-async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateSession>) -> Result<Response, Problem> {
-    let new = checked(&pepod, call, body)?;
-    let session = pepod.sessions().create(new).await?;
-    let shown = shown(&session, &session.now());
-    let place = HeaderValue::try_from(format!("/v1/sessions/{}", session.id())).ok();
-    let mut response = (StatusCode::CREATED, axum::Json(shown)).into_response();
-    if let Some(place) = place {
+fn opened(session: &Handle, status: StatusCode) -> Response {
+    let now = session.now();
+    let mut response = with_activation(now.activation, (status, axum::Json(shown(session, &now))));
+    if let Ok(place) = HeaderValue::try_from(format!("/v1/sessions/{}", session.id())) {
         response.headers_mut().insert(header::LOCATION, place);
     }
-    Ok(response)
+    response
 }
 
-/// What was asked for, with the defaults, or what is wrong with it.
-fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<NewSession, Problem> {
-    let CreateSession {
-        image,
-        cpus,
-        memory_mib,
-        disk_mib,
-        keep_alive_seconds,
-        expires_seconds,
-        env,
-        network,
-        labels,
-        name,
-        workspace,
-        reactivate,
-        persist,
-        secrets,
-        setup,
-        services,
-    } = body;
-    let absent = |param: &str, is_there: bool, why: &str| match is_there {
-        true => Err(Problem::unsupported(param, format!("this release has no {why}; leave `{param}` out"))),
-        false => Ok(()),
-    };
-    absent("workspace", workspace.is_some_and(|value| !value.is_null()), "Workspaces: release ends a Session")?;
-    absent("reactivate", reactivate == Some(true), "second life of a Session")?;
-    absent("persist", persist.is_some_and(|paths| !paths.is_empty()), "Workspaces to keep paths in")?;
-    absent("secrets", secrets.is_some_and(|secrets| !secrets.is_empty()), "encrypted secrets")?;
-    absent("setup", setup.is_some_and(|value| !value.is_null()), "setup commands")?;
-    absent("services", services.is_some_and(|value| !value.is_null()), "services")?;
-    no_network(network.as_ref())?;
-    let config = pepod.sessions().config();
-    if let Some(name) = &name {
-        check_name(name)?;
-    }
-    check_labels(&labels)?;
-    check_env("env", &env)?;
-    let spec = Spec {
-        name,
-        image: image.unwrap_or_else(|| config.image.clone()),
-        image_id: ImageId::from(uuid::Uuid::nil()),
-        cpus: within("cpus", cpus.unwrap_or(config.cpus), &plan::CPUS)?,
-        memory_mib: within("memory_mib", memory_mib.unwrap_or(config.memory_mib), &plan::MEMORY_MIB)?,
-        disk_mib: within("disk_mib", disk_mib.unwrap_or(config.disk_mib), &plan::DISK_MIB)?,
-        keep_alive_seconds: bounded(
-            "keep_alive_seconds",
-            keep_alive_seconds.unwrap_or(config.keep_alive.as_secs()),
-            0,
-        )?,
-        env,
-        labels,
-    };
-    let expires_at = match expires_seconds {
-        Some(seconds) => expiry(bounded("expires_seconds", seconds, 1)?),
-        None => None,
-    };
-    Ok(NewSession { app: call.app, spec, expires_at })
-}
-
-fn no_network(network: Option<&NetworkSpec>) -> Result<(), Problem> {
-    match network {
-        Some(NetworkSpec { mode: NetworkMode::None, allow: None }) | None => Ok(()),
-        Some(NetworkSpec { mode: NetworkMode::None, .. }) => Err(Problem::unsupported(
-            "network.allow",
-            "this release gives a Sandbox no network interface; leave `allow` out",
-        )),
-        Some(_) => {
-            Err(Problem::unsupported("network.mode", "this release gives a Sandbox no network interface; use `none`"))
+/// Opens the Session of a key, or makes it. What is there must be what was asked for, as far as that was said.
+async fn open(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(key): Path<String>,
+    Json(body): Json<CreateSession>,
+) -> Result<Response, Problem> {
+    settings::check_key(&key)?;
+    let if_terminated = body.if_terminated.unwrap_or(IfTerminated::Replace);
+    let asked = CreateSession { if_terminated: None, ..body };
+    let mut new = settings::checked(&pepod, call, asked.clone())?;
+    new.spec.key = Some(key);
+    match pepod.sessions().open(new, if_terminated).await? {
+        Opened::Made(session) => Ok(opened(&session, StatusCode::CREATED)),
+        Opened::Found(session) => {
+            settings::same(&asked, &session.now().spec)?;
+            Ok(opened(&session, StatusCode::OK))
         }
     }
 }
 
-fn within(param: &str, value: u32, range: &std::ops::RangeInclusive<u32>) -> Result<u32, Problem> {
-    if range.contains(&value) {
-        return Ok(value);
+async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateSession>) -> Result<Response, Problem> {
+    if body.if_terminated.is_some() {
+        return Err(Problem::invalid("if_terminated", "if_terminated is for PUT /v1/sessions/by-key/{key}"));
     }
-    Err(Problem::invalid(param, format!("{param} is {value}; it must be from {} to {}", range.start(), range.end())))
-}
-
-/// A number of seconds up to ten years.
-fn bounded(param: &str, value: u64, least: u64) -> Result<u64, Problem> {
-    const MOST: u64 = 10 * 365 * 86_400;
-    if (least..=MOST).contains(&value) {
-        return Ok(value);
-    }
-    Err(Problem::invalid(param, format!("{param} is {value}; it must be from {least} to {MOST}")))
-}
-
-fn expiry(seconds: u64) -> Option<jiff::Timestamp> {
-    jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_secs(seconds as i64)).ok()
-}
-
-fn check_name(name: &str) -> Result<(), Problem> {
-    let inner = |b: u8| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_' | b'.');
-    let outer = |b: Option<u8>| b.is_some_and(|b| b.is_ascii_lowercase() || b.is_ascii_digit());
-    let bytes = name.as_bytes();
-    let shaped = bytes.len() <= 63
-        && outer(bytes.first().copied())
-        && outer(bytes.last().copied())
-        && bytes.iter().all(|b| inner(*b));
-    if shaped && !name.starts_with("ses_") {
-        return Ok(());
-    }
-    Err(Problem::invalid(
-        "name",
-        "a name has at most 63 of a-z, 0-9, `-`, `_`, `.`, begins and ends with a letter or digit, and does not look like an id",
-    ))
-}
-
-fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), Problem> {
-    if labels.len() > 64 {
-        return Err(Problem::invalid("labels", format!("{} labels; at most 64", labels.len())));
-    }
-    for (key, value) in labels {
-        if key.is_empty() || key.len() > 63 || key.contains('=') || key.chars().any(char::is_control) {
-            return Err(Problem::invalid(
-                "labels",
-                "a label's key has 1 to 63 bytes, without `=` and control characters",
-            ));
-        }
-        if value.len() > 256 || value.chars().any(char::is_control) {
-            let message =
-                format!("the label `{}` has a value over 256 bytes or with control characters", key.escape_debug());
-            return Err(Problem::invalid("labels", message));
-        }
-    }
-    Ok(())
-}
-
-/// An environment that fits into one message to the guest.
-pub(super) fn check_env(param: &str, env: &BTreeMap<String, String>) -> Result<(), Problem> {
-    const MOST: usize = 48 * 1024;
-    for (name, value) in env {
-        if name.is_empty() || name.contains(['=', '\0']) || value.contains('\0') {
-            let message = format!("`{}` is not a variable: no empty name, no `=` in it, no NUL", name.escape_debug());
-            return Err(Problem::invalid(param, message));
-        }
-    }
-    let bytes: usize = env.iter().map(|(name, value)| name.len() + value.len() + 8).sum();
-    if bytes > MOST {
-        return Err(Problem::invalid(param, format!("the environment has {bytes} bytes; at most {MOST}")));
-    }
-    Ok(())
+    let new = settings::checked(&pepod, call, body)?;
+    let session = pepod.sessions().create(new).await?;
+    Ok(opened(&session, StatusCode::CREATED))
 }
 
 async fn list(State(pepod): State<Pepod>, call: Call, Query(query): Query<ListSessions>) -> Result<Response, Problem> {
@@ -211,8 +92,11 @@ async fn list(State(pepod): State<Pepod>, call: Call, Query(query): Query<ListSe
     };
     let (mut items, mut looked_at, mut more) = (Vec::new(), 0, true);
     while items.len() < limit && looked_at < LOOKED_AT && more {
-        let rows =
-            pepod.store().list_sessions(call.app, Filter { before, limit: limit + 1 }).await.map_err(Error::from)?;
+        let rows = pepod
+            .store()
+            .list_sessions(call.app, Filter { before, key: query.key.clone(), limit: limit + 1 })
+            .await
+            .map_err(Error::from)?;
         more = rows.len() > limit;
         for row in rows.into_iter().take(limit) {
             looked_at += 1;
@@ -237,20 +121,24 @@ async fn list(State(pepod): State<Pepod>, call: Call, Query(query): Query<ListSe
     Ok(axum::Json(Page { items, next_cursor }).into_response())
 }
 
+fn longest(seconds: Option<u64>) -> Result<Duration, Problem> {
+    match seconds.unwrap_or(0) {
+        seconds if seconds <= LONGEST_WAIT => Ok(Duration::from_secs(seconds)),
+        _ => Err(Problem::invalid("wait_seconds", format!("wait_seconds must be from 0 to {LONGEST_WAIT}"))),
+    }
+}
+
 async fn show(
     State(pepod): State<Pepod>,
     call: Call,
     Path(which): Path<String>,
     Query(query): Query<ShowSession>,
 ) -> Result<Response, Problem> {
-    let wait = query.wait_seconds.unwrap_or(0);
-    if wait > LONGEST_WAIT {
-        return Err(Problem::invalid("wait_seconds", format!("wait_seconds must be from 0 to {LONGEST_WAIT}")));
-    }
+    let wait = longest(query.wait_seconds)?;
     match pepod.sessions().find(call.app, &which).await? {
         Found::Live(session) => {
             let now = match query.after {
-                Some(after) => session.changed(after, Duration::from_secs(wait)).await,
+                Some(after) => session.changed(after, wait).await,
                 None => session.now(),
             };
             Ok(with_activation(now.activation, axum::Json(shown(&session, &now))))
@@ -265,18 +153,10 @@ async fn update(
     Path(which): Path<String>,
     Json(body): Json<UpdateSession>,
 ) -> Result<Response, Problem> {
-    let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network } = body;
-    no_network(network.as_ref())?;
-    if let Some(name) = &name {
-        check_name(name)?;
-    }
-    if let Some(labels) = &labels {
-        check_labels(labels)?;
-    }
-    let keep_alive_seconds = keep_alive_seconds.map(|seconds| bounded("keep_alive_seconds", seconds, 0)).transpose()?;
-    let expires_seconds = expires_seconds.map(|seconds| bounded("expires_seconds", seconds, 1)).transpose()?;
+    let update = settings::changed(body)?;
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
-    let now = session.update(Update { name, labels, keep_alive_seconds, expires_seconds }).await?;
+    session.is_still(call.activation)?;
+    let now = session.update(update).await?;
     Ok(with_activation(now.activation, axum::Json(shown(&session, &now))))
 }
 
@@ -284,6 +164,7 @@ async fn update(
 async fn terminate(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
     match pepod.sessions().find(call.app, &which).await? {
         Found::Live(session) => {
+            session.is_still(call.activation)?;
             // Goes on if the caller leaves: it was asked for.
             let ending = {
                 let session = session.clone();
@@ -298,12 +179,33 @@ async fn terminate(State(pepod): State<Pepod>, call: Call, Path(which): Path<Str
 
 async fn release(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
-    let now = session.release().await?;
+    session.is_still(call.activation)?;
+    let now = session.release(Cause::plain(Reason::Idle)).await?;
     Ok(with_activation(now.activation, axum::Json(shown(&session, &now))))
+}
+
+async fn services(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(query): Query<ShowServices>,
+) -> Result<Response, Problem> {
+    let wait = longest(query.wait_seconds)?;
+    let (activation, items) = match pepod.sessions().find(call.app, &which).await? {
+        Found::Live(session) => {
+            session.is_still(call.activation)?;
+            session.services().decided(&session, wait).await;
+            let now = session.now();
+            (now.activation, session.services().shown(&now.spec.services))
+        }
+        Found::Ended(row) => (row.activation, Services::default().shown(&row.spec.services)),
+    };
+    Ok(with_activation(activation, axum::Json(Page { items, next_cursor: None })))
 }
 
 async fn stats(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
+    session.is_still(call.activation)?;
     // Looking is no use: it neither waits for a Sandbox nor keeps one.
     let guest = session
         .guest()
@@ -373,16 +275,13 @@ pub(super) fn with_activation(activation: u64, answer: impl IntoResponse) -> Res
     response
 }
 
-fn none() -> NetworkSpec {
-    NetworkSpec { mode: NetworkMode::None, allow: None }
-}
-
 /// A live Session as the API shows it.
 pub(super) fn shown(session: &Handle, now: &Published) -> Session {
     Session {
         id: session.id(),
         app_id: session.app(),
         name: now.spec.name.clone(),
+        key: now.spec.key.clone(),
         state: now.state.word(),
         generation: now.generation,
         activation: now.activation,
@@ -393,13 +292,17 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         memory_mib: now.spec.memory_mib,
         disk_mib: now.spec.disk_mib,
         keep_alive_seconds: now.spec.keep_alive_seconds,
-        network: none(),
+        reactivate: now.spec.reactivate,
+        setup: now.spec.setup.clone(),
+        services: now.spec.services.clone(),
+        network: settings::none(),
         env: now.spec.env.clone(),
         labels: now.spec.labels.clone(),
         created_at: session.created_at(),
         expires_at: now.expires_at,
         active_at: now.active_at,
         commands_running: session.commands().running(),
+        last_end: now.last_end.clone(),
         ended: now.ended.clone(),
     }
 }
@@ -410,6 +313,7 @@ fn shown_row(row: SessionRow) -> Session {
         id: row.id,
         app_id: row.app,
         name: row.spec.name,
+        key: row.spec.key,
         state: row.state,
         generation: row.generation,
         activation: row.activation,
@@ -420,28 +324,17 @@ fn shown_row(row: SessionRow) -> Session {
         memory_mib: row.spec.memory_mib,
         disk_mib: row.spec.disk_mib,
         keep_alive_seconds: row.spec.keep_alive_seconds,
-        network: none(),
+        reactivate: row.spec.reactivate,
+        setup: row.spec.setup,
+        services: row.spec.services,
+        network: settings::none(),
         env: row.spec.env,
         labels: row.spec.labels,
         created_at: row.created_at,
         expires_at: row.expires_at,
         active_at: row.active_at,
         commands_running: 0,
+        last_end: row.last_end,
         ended: row.ended,
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_are_slugs_and_no_ids() {
-        for good in ["a", "web-1", "a_b.c", "7"] {
-            assert!(check_name(good).is_ok(), "{good}");
-        }
-        for bad in ["", "-a", "a-", "A", "a b", "ses_01", "ü", &"a".repeat(64)] {
-            assert!(check_name(bad).is_err(), "{bad}");
-        }
     }
 }

@@ -5,7 +5,7 @@
 
 use jiff::Timestamp;
 use pepo_api::Reason;
-use pepo_sandbox::proto::{Activate, Variable};
+use pepo_sandbox::proto::Activate;
 use pepo_sandbox::{Active, Exit, Plan, chain};
 use tokio_util::sync::CancellationToken;
 
@@ -93,7 +93,7 @@ async fn attempt(
         .map_err(|error| failed(&std::io::Error::from(error)))?;
     let activate = Activate {
         hostname: session.id().hex(),
-        env: spec.env.iter().map(|(name, value)| Variable { name: name.clone(), value: value.clone() }).collect(),
+        env: session.environment(),
         clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
         entropy,
     };
@@ -106,7 +106,7 @@ fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {
         pepo_sandbox::boot::Error::Silent { console, .. } => console.clone(),
         _ => Vec::new(),
     };
-    Cause { reason: Reason::SetupFailed, message: chain(error), console }
+    Cause { console, ..Cause::told(Reason::SetupFailed, chain(error)) }
 }
 
 /// How a Sandbox ended, in the words of a Session.
@@ -121,5 +121,5 @@ pub(super) fn cause_of(exit: &Exit) -> Cause {
         Engine::KilledOutside => Reason::KilledOutside,
         Engine::Stopped | Engine::Unknown => Reason::Unknown,
     };
-    Cause { reason, message: exit.detail.clone(), console: exit.console.clone() }
+    Cause { console: exit.console.clone(), ..Cause::told(reason, exit.detail.clone()) }
 }

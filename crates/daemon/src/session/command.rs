@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
-use pepo_api::{CommandEnd, CommandId, CommandState, Ended, OnDisconnect, Reason, SessionId};
+use pepo_api::{CommandEnd, CommandId, CommandRole, CommandState, Ended, OnDisconnect, Reason, SessionId};
 use pepo_sandbox::guest::{self, InputEnd, Output};
 use pepo_sandbox::proto::{self, Attach, Cause as End, FailureCode, OpId, Process};
 use tokio::sync::watch;
@@ -140,6 +140,11 @@ impl Command {
         self.activation
     }
 
+    /// When it was started.
+    pub fn started_at(&self) -> jiff::Timestamp {
+        self.started_at
+    }
+
     /// How it stands.
     pub fn status(&self) -> Status {
         self.status.borrow().clone()
@@ -252,6 +257,8 @@ pub fn shown(
         id,
         session_id: session,
         activation,
+        role: spec.role,
+        service: spec.service.clone(),
         state: if end.is_some() { CommandState::Exited } else { CommandState::Running },
         argv: spec.argv.clone(),
         shell: spec.shell.clone(),
@@ -293,6 +300,11 @@ impl Commands {
         Commands { store, shelf, table: Mutex::default() }
     }
 
+    /// Where they are recorded.
+    pub(super) fn store(&self) -> &Store {
+        &self.store
+    }
+
     /// The command of that id, if it is remembered.
     pub fn get(&self, id: CommandId) -> Option<Arc<Command>> {
         lock(&self.table).known.get(&id).cloned()
@@ -303,10 +315,32 @@ impl Commands {
         lock(&self.table).known.values().cloned().collect()
     }
 
-    /// How many run.
+    /// How many run, without Services.
     pub fn running(&self) -> u32 {
         let table = lock(&self.table);
-        (table.known.len() - table.ended.len()) as u32
+        let runs = |command: &&Arc<Command>| command.spec.role != CommandRole::Service && !command.is_over();
+        table.known.values().filter(runs).count() as u32
+    }
+
+    /// Follows the run that there is of a command whose id its caller made; none, where it never ran.
+    ///
+    /// # Errors
+    /// As [`Commands::start`].
+    pub async fn again(&self, session: &Session, id: CommandId) -> Result<Option<Follower>, Error> {
+        let (known, forgot) = {
+            let table = lock(&self.table);
+            (table.known.get(&id).cloned(), table.forgot)
+        };
+        if let Some(known) = known {
+            if let Status::NotStarted { code, message } = known.started().await {
+                return Err(not_started(code, message));
+            }
+            return Follower::join(session, known, 0, Interest::Caller).await.map(Some);
+        }
+        match if forgot { self.store.command(session.id(), id).await? } else { None } {
+            Some(row) if row.end.is_some() => Follower::of_record(row, &self.shelf, 0).map(Some),
+            _ => Ok(None),
+        }
     }
 
     /// Runs a command and follows it from its first byte; or, where its name is known, follows the run there is.
@@ -316,12 +350,8 @@ impl Commands {
     /// [`Error::NotStarted`], what the guest refuses, and what a Session can answer.
     pub async fn start(&self, session: &Session, new: NewCommand, serving: Serving) -> Result<Follower, Error> {
         let NewCommand { id, named_by_caller, exec, spec, input, more_input } = new;
-        if named_by_caller
-            && lock(&self.table).forgot
-            && let Some(row) = self.store.command(session.id(), id).await?
-            && row.end.is_some()
-        {
-            return Follower::of_record(row, &self.shelf, 0);
+        if named_by_caller && let Some(follower) = self.again(session, id).await? {
+            return Ok(follower);
         }
         let command = {
             let mut table = lock(&self.table);
@@ -487,7 +517,7 @@ impl Commands {
         if command.is_over() {
             return Ok(());
         }
-        let serving = session.serving(Some(command.activation), Duration::from_secs(10)).await?;
+        let serving = session.serving_still(command.activation, Duration::from_secs(10)).await?;
         self.look_after(session, command);
         match serving.guest.cancel(command.op()).await {
             Ok(()) => {}
@@ -535,7 +565,7 @@ impl Commands {
     ) -> Result<pepo_api::StdinAnswer, Error> {
         use futures_util::StreamExt as _;
         let _one = command.input.lock().await;
-        let serving = session.serving(Some(command.activation), Duration::from_secs(10)).await?;
+        let serving = session.serving_still(command.activation, Duration::from_secs(10)).await?;
         let end = if eof { InputEnd::Close } else { InputEnd::Keep };
         let mut joined = serving.guest.input(command.op(), end).await?;
         let Some(mut input) = joined.take_input() else {
@@ -642,6 +672,20 @@ impl Commands {
             // The guest does not know it: it never began, or ended so long ago that it is forgotten.
             _ => self.finish_unseen(&command, Reason::Unknown, jiff::Timestamp::now()),
         }
+    }
+
+    /// A new Sandbox is made: what ends in it ends for its own reasons.
+    pub(super) fn begins(&self) {
+        lock(&self.table).ending = None;
+    }
+
+    /// Lets go of what has ended and is recorded.
+    pub(super) fn forget(&self) {
+        let mut table = lock(&self.table);
+        table.known.retain(|_, command| !command.is_over());
+        table.known.shrink_to_fit();
+        table.ended = Default::default();
+        table.forgot = true;
     }
 
     /// The store may know commands that this table does not.

@@ -18,13 +18,13 @@ use std::time::Duration;
 use jiff::Timestamp;
 use pepo_api::{Ended, Reason, SessionState};
 use pepo_sandbox::{Active, Exit};
-use tokio::sync::{mpsc, watch};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::state::{self, Cause, Effect, Event, State, Tenure};
-use super::{Ask, Error, Files, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id};
+use super::{Ask, Error, Files, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id, setup};
 use crate::capacity::Place;
 use crate::store::Write;
 
@@ -41,18 +41,33 @@ const COARSE: i64 = 2_000;
 #[derive(Debug)]
 pub(super) enum Start {
     /// With nothing: a Sandbox of this Image is to be made.
-    New(Files),
+    New(Files, Place),
     /// With a Sandbox that an earlier life of this daemon made.
-    Adopted(Box<Active>, Tenure),
+    Adopted(Box<Active>, Tenure, Place),
     /// With a Sandbox that is gone already.
     Gone(Tenure, Cause),
+    /// With none, but one is wanted: an earlier life of this daemon did not come to it.
+    Again,
+    /// With none, until a request wants one.
+    Idle,
 }
 
 /// What is under way.
 enum Work {
     Nothing,
-    Booting { task: JoinHandle<Result<Active, Cause>>, cancel: CancellationToken },
-    Serving { active: Active, silence: AbortOnDropHandle<()> },
+    /// It looks for room for a Sandbox; whoever asked for it is answered.
+    Seeking {
+        task: AbortOnDropHandle<Result<(Files, Place), Error>>,
+        asked: Vec<oneshot::Sender<Result<u64, Error>>>,
+    },
+    Booting {
+        task: JoinHandle<Result<Active, Cause>>,
+        cancel: CancellationToken,
+    },
+    Serving {
+        active: Active,
+        silence: AbortOnDropHandle<()>,
+    },
     Stopping(JoinHandle<Exit>),
 }
 
@@ -71,7 +86,7 @@ struct Driver {
 }
 
 /// Starts the task.
-pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<Ask>, place: Place, start: Start) {
+pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<Ask>, start: Start) {
     let driver = Driver {
         terminate: session.0.terminate.subscribe(),
         activity: session.0.activity.subscribe(),
@@ -81,7 +96,7 @@ pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<A
         files: None,
         work: Work::Nothing,
         pending: Default::default(),
-        place: Some(place),
+        place: None,
         keep_stored: None,
     };
     let (sessions, session) = (driver.sessions.clone(), driver.session.clone());
@@ -99,6 +114,7 @@ async fn abandon(sessions: &Sessions, session: &Session) {
     tracing::error!(session = %session.id(), "its driver ended in a panic: ending the Session");
     let cause = Cause::told(Reason::Unknown, "an internal error; see the log");
     let end = ended(&cause, Timestamp::now());
+    session.services().stop();
     session.commands().sandbox_ended(&end);
     if let Some(id) = session.now().state.tenure().and_then(|tenure| super::engine_id(tenure.sandbox)) {
         sessions.bury(id).await;
@@ -116,27 +132,28 @@ async fn abandon(sessions: &Sessions, session: &Session) {
 impl Driver {
     async fn run(mut self, start: Start) {
         match start {
-            Start::New(files) => {
-                self.files = Some(files);
-                match self.sessions.0.host.new_id() {
-                    Ok(id) => {
-                        let activation = self.session.now().activation + 1;
-                        self.pending.push_back(Event::Begin(Tenure { sandbox: sandbox_id(id), activation }));
-                    }
-                    Err(error) => {
-                        self.pending.push_back(Event::Failed(Cause::told(Reason::SetupFailed, error.to_string())))
-                    }
+            Start::New(files, place) => match self.tenure() {
+                Ok(tenure) => {
+                    (self.files, self.place) = (Some(files), Some(place));
+                    self.pending.push_back(Event::Begin(tenure));
                 }
-            }
-            Start::Adopted(active, tenure) => {
+                Err(error) => {
+                    self.pending.push_back(Event::Failed(Cause::told(Reason::SetupFailed, error.to_string())))
+                }
+            },
+            Start::Adopted(active, tenure, place) => {
+                self.place = Some(place);
                 let guest = active.guest().clone();
                 self.serve(*active);
                 self.publish(|now| {
                     now.state = State::Active(tenure);
-                    now.guest = Some(guest);
+                    now.guest = Some(guest.clone());
                 })
                 .await;
+                self.session.services().take_up(&self.session, &guest, tenure.activation);
             }
+            Start::Again => self.seek(Vec::new()),
+            Start::Idle => {}
             Start::Gone(tenure, cause) => {
                 self.publish(|now| now.state = State::Active(tenure)).await;
                 self.pending.extend([Event::SandboxEnded(cause), Event::Stopped]);
@@ -147,8 +164,9 @@ impl Driver {
                 Some(event) => event,
                 None => self.happens().await,
             };
-            let before = self.session.now().state;
-            let (state, effects) = state::step(before.clone(), event);
+            let now = self.session.now();
+            let before = now.state;
+            let (state, effects) = state::step(now.spec.lives(), before.clone(), event);
             if state != before {
                 self.moved(state).await;
             }
@@ -163,12 +181,18 @@ impl Driver {
         self.sessions.leave(self.session.id());
     }
 
+    /// A Sandbox for the next activation.
+    fn tenure(&self) -> Result<Tenure, Error> {
+        let id = self.sessions.0.host.new_id()?;
+        Ok(Tenure { sandbox: sandbox_id(id), activation: self.session.now().activation + 1 })
+    }
+
     /// The next thing that happens. Requests that only look are answered here.
     async fn happens(&mut self) -> Event {
         loop {
             let deadline = self.deadline();
             let wait = deadline.as_ref().map_or(LOOK, |(at, _)| until(*at)).min(LOOK);
-            let may_end = self.session.now().state.cause().is_none();
+            let may_end = !self.session.now().state.ends();
             let terminate = &mut self.terminate;
             let given = async move { terminate.wait_for(Option::is_some).await.ok().and_then(|given| given.clone()) };
             let woken = tokio::select! {
@@ -186,7 +210,8 @@ impl Driver {
                         return event;
                     }
                 }
-                Woken::Asked(Some(Ask::Release)) => return Event::Release,
+                Woken::Asked(Some(Ask::Release(cause))) => return Event::Release(cause),
+                Woken::Asked(Some(Ask::Activate(answer))) => self.wanted(answer),
                 Woken::Asked(Some(Ask::Update(update, answer))) => {
                     let done = self.update(*update).await;
                     // Whoever asked may have gone.
@@ -203,7 +228,8 @@ impl Driver {
                     self.look(answer, |view| async move { Ok(view.usage().await?) })
                 }
                 Woken::Asked(None) => return Event::Terminate(Cause::plain(Reason::Unknown)),
-                Woken::Time => match deadline {
+                // Looked at again: somebody may have begun to use it a moment ago.
+                Woken::Time => match self.deadline() {
                     Some((at, event)) if at <= Timestamp::now() => return event,
                     _ => {}
                 },
@@ -215,6 +241,24 @@ impl Driver {
     /// What the work that came to something means.
     async fn progressed(&mut self, progress: Progress) -> Option<Event> {
         match progress {
+            Progress::Sought(found) => {
+                let Work::Seeking { asked, .. } = std::mem::replace(&mut self.work, Work::Nothing) else { return None };
+                let found = found.and_then(|(files, place)| Ok((files, place, self.tenure()?)));
+                let (files, place, tenure) = match found {
+                    Ok(found) => found,
+                    Err(error) => {
+                        let told = Cause::told(Reason::SetupFailed, pepo_sandbox::chain(&error));
+                        self.refuse(asked, error);
+                        return (self.session.now().state == State::Requested).then_some(Event::Failed(told));
+                    }
+                };
+                (self.files, self.place) = (Some(files), Some(place));
+                for asked in asked {
+                    // Whoever asked may have gone: the Sandbox is made all the same, and goes when nothing uses it.
+                    let _ = asked.send(Ok(tenure.activation));
+                }
+                Some(Event::Begin(tenure))
+            }
             Progress::Booted(Ok(active)) => {
                 self.serve(active);
                 Some(Event::Activated)
@@ -246,7 +290,7 @@ impl Driver {
             }
             Progress::Stopped(exit) => {
                 self.work = Work::Nothing;
-                self.settle(&exit).await;
+                self.sessions.settle(&exit).await;
                 // Nobody asked for this end: how it came about is the Session's reason.
                 if self.session.now().state.cause().is_none() {
                     self.pending.push_back(Event::Stopped);
@@ -260,14 +304,16 @@ impl Driver {
     /// The next deadline, and what it brings.
     fn deadline(&self) -> Option<(Timestamp, Event)> {
         let now = self.session.now();
-        if now.state.cause().is_some() {
+        if now.state.ends() {
             return None;
         }
         let expiry = now.expires_at.map(|at| (at, Event::Terminate(Cause::plain(Reason::Expired))));
         let State::Active(_) = now.state else { return expiry };
         let lifetime =
-            now.active_at.and_then(|at| after(at, self.sessions.0.config.lifetime)).map(|at| (at, Event::Lifetime));
-        let idle = self.keep_until().map(|at| (at, Event::Idle));
+            now.active_at.and_then(|at| after(at, self.sessions.0.config.lifetime)).map(|at| (at, Reason::Lifetime));
+        let idle = self.keep_until().map(|at| (at, Reason::Idle));
+        let [lifetime, idle] =
+            [lifetime, idle].map(|end| end.map(|(at, reason)| (at, Event::Release(Cause::plain(reason)))));
         [expiry, lifetime, idle].into_iter().flatten().min_by_key(|(at, _)| *at)
     }
 
@@ -309,11 +355,12 @@ impl Driver {
             active_at: next.active_at,
             expires_at: next.expires_at,
             keep_until: next.keep_until,
+            last_end: next.last_end.clone(),
             ended: next.ended.clone(),
             ..self.session.row()
         };
         let write = Write::Session(Box::new(row));
-        if next.ended.is_none() {
+        if next.ended.is_none() && !matches!(next.state, State::Idle(_)) {
             // Writes stay in order: what must be on the disk before it acts (a Sandbox's row, its claim) waits for this too.
             self.sessions.0.store.write_later(write).await;
         } else if let Err(error) = self.sessions.0.store.write(write).await {
@@ -345,21 +392,26 @@ impl Driver {
     }
 
     async fn moved(&mut self, state: State) {
-        let now = Timestamp::now();
+        let now = crate::store::now();
         tracing::info!(session = %self.session.id(), state = ?state.word(), reason = ?state.cause().map(|c| c.reason), "moved");
         let end: Option<Ended> = match &state {
-            State::Terminated(cause) => Some(ended(cause, now)),
+            State::Terminated(cause) | State::Idle(cause) => Some(ended(cause, now)),
             _ => None,
         };
         self.tell(&state);
         if let Some(end) = &end {
             self.session.commands().sandbox_ended(end);
+            drop(self.place.take());
+        }
+        if let State::Activating(_) = &state {
+            self.session.commands().begins();
         }
         let guest = match (&state, &self.work) {
             (State::Active(_), Work::Serving { active, .. }) => Some(active.guest().clone()),
             _ => None,
         };
         if guest.is_some() {
+            self.session.services().announce(&self.session.now().spec.services);
             self.session.0.activity.send_modify(|activity| activity.serving(now));
         }
         let keep = guest.is_some().then(|| self.keep_until()).flatten();
@@ -375,12 +427,62 @@ impl Driver {
             if guest.is_some() {
                 published.active_at = Some(now);
             }
-            published.guest = guest;
+            published.guest = guest.clone();
             published.keep_until = keep;
-            published.ended = end;
+            match &state {
+                State::Terminated(_) => published.ended = end,
+                State::Idle(_) => (published.last_end, published.active_at) = (end, None),
+                _ => {}
+            }
             published.state = state;
         })
         .await;
+        match (guest, self.session.now().state) {
+            (Some(guest), State::Active(tenure)) => {
+                self.session.services().begin(&self.session, &guest, tenure.activation)
+            }
+            // All of it is on the disk by now: what waits for its next life need not be kept in memory.
+            (None, State::Idle(_)) => self.session.commands().forget(),
+            _ => {}
+        }
+    }
+
+    /// A request wants a Sandbox.
+    fn wanted(&mut self, answer: oneshot::Sender<Result<u64, Error>>) {
+        let now = self.session.now();
+        match (&now.state, &mut self.work) {
+            (State::Idle(_), Work::Seeking { asked, .. }) => asked.push(answer),
+            (State::Idle(_), _) => self.seek(vec![answer]),
+            // The one that is there goes: it is the next one that is wanted.
+            (State::Releasing(..), _) => drop(answer.send(Ok(now.activation + 1))),
+            _ => drop(answer.send(Ok(now.activation))),
+        }
+    }
+
+    /// Looks for room, on a task of its own: it may have to wait for its turn.
+    fn seek(&mut self, asked: Vec<oneshot::Sender<Result<u64, Error>>>) {
+        let (sessions, app, spec) = (self.sessions.clone(), self.session.app(), self.session.now().spec);
+        let room = async move { sessions.room(app, spec.image_id.to_string(), spec.needs()).await };
+        self.work = Work::Seeking { task: AbortOnDropHandle::new(tokio::spawn(room)), asked };
+    }
+
+    /// There is no room: everybody who asked is told why.
+    fn refuse(&self, asked: Vec<oneshot::Sender<Result<u64, Error>>>, error: Error) {
+        tracing::info!(session = %self.session.id(), %error, "gets no Sandbox now");
+        let mut asked = asked.into_iter();
+        let first = asked.next();
+        for other in asked {
+            let told = match &error {
+                Error::Full(full) => Error::Full(*full),
+                Error::Draining => Error::Draining,
+                Error::NoImage { name, hint } => Error::NoImage { name: name.clone(), hint: hint.clone() },
+                fault => Error::NoSandbox(pepo_sandbox::chain(fault)),
+            };
+            drop(other.send(Err(told)));
+        }
+        if let Some(first) = first {
+            drop(first.send(Err(error)));
+        }
     }
 
     async fn act(&mut self, effect: Effect) {
@@ -401,7 +503,11 @@ impl Driver {
             return self.pending.push_back(Event::Failed(cause));
         };
         let cancel = CancellationToken::new();
-        let made = activation::make(self.sessions.clone(), self.session.clone(), files, tenure, cancel.clone());
+        let (sessions, session, until) = (self.sessions.clone(), self.session.clone(), cancel.clone());
+        let made = async move {
+            let active = activation::make(sessions.clone(), session.clone(), files, tenure, until.clone()).await?;
+            setup::run(&sessions, &session, active, tenure.activation, &until).await
+        };
         self.work = Work::Booting { task: tokio::spawn(made), cancel };
     }
 
@@ -416,6 +522,8 @@ impl Driver {
         match std::mem::replace(&mut self.work, Work::Nothing) {
             Work::Serving { active, .. } => {
                 let session = self.session.clone();
+                // Before anything of it ends, or it would be started again.
+                session.services().stop();
                 let reason = session.now().state.cause().map_or(Reason::Unknown, |cause| cause.reason);
                 session.0.published.send_modify(|published| published.guest = None);
                 self.work = Work::Stopping(tokio::spawn(async move {
@@ -425,20 +533,12 @@ impl Driver {
                     active.stop(grace).await
                 }));
             }
-            busy @ (Work::Stopping(_) | Work::Booting { .. }) => self.work = busy,
+            busy @ (Work::Stopping(_) | Work::Booting { .. } | Work::Seeking { .. }) => self.work = busy,
             Work::Nothing => {
                 if !self.pending.contains(&Event::Stopped) {
                     self.pending.push_back(Event::Stopped);
                 }
             }
-        }
-    }
-
-    /// Takes note of what a stop path left.
-    async fn settle(&self, exit: &Exit) {
-        match &exit.released {
-            Ok(()) => self.sessions.settled(exit.id).await,
-            Err(error) => self.sessions.owe(exit.id, error.to_string()),
         }
     }
 
@@ -460,8 +560,20 @@ impl Driver {
         if let Some(seconds) = update.keep_alive_seconds {
             spec.keep_alive_seconds = seconds;
         }
+        if let Some(env) = update.env {
+            spec.env = env;
+        }
+        if let Some(setup) = update.setup {
+            spec.setup = setup;
+        }
+        if let Some(services) = update.services {
+            spec.services = services;
+        }
+        if update.expires_seconds.is_some() {
+            spec.expires_seconds = update.expires_seconds;
+        }
         let expires_at = match update.expires_seconds {
-            Some(seconds) => after(Timestamp::now(), Duration::from_secs(seconds)),
+            Some(seconds) => after(crate::store::now(), Duration::from_secs(seconds)),
             None => now.expires_at,
         };
         self.publish(|published| {
@@ -473,7 +585,7 @@ impl Driver {
     }
 
     /// Answers a look at the Sandbox, on a task of its own.
-    fn look<T, F, Q>(&self, answer: tokio::sync::oneshot::Sender<Result<T, Error>>, look: Q)
+    fn look<T, F, Q>(&self, answer: oneshot::Sender<Result<T, Error>>, look: Q)
     where
         T: Send + 'static,
         F: Future<Output = Result<T, Error>> + Send + 'static,
@@ -489,7 +601,7 @@ impl Driver {
             _ => {
                 let message =
                     format!("the Session is {:?} and has no Sandbox to look at", self.session.now().state.word());
-                let _ = answer.send(Err(Error::Invalid { param: "session", message: message.to_lowercase() }));
+                let _ = answer.send(Err(Error::NoSandboxNow(message.to_lowercase())));
             }
         }
     }
@@ -521,6 +633,7 @@ enum Woken {
 }
 
 enum Progress {
+    Sought(Result<(Files, Place), Error>),
     Booted(Result<Active, Cause>),
     Ended,
     Silent,
@@ -533,6 +646,10 @@ enum Progress {
 async fn progress(work: &mut Work) -> Progress {
     match work {
         Work::Nothing => std::future::pending().await,
+        Work::Seeking { task, .. } => Progress::Sought(task.await.unwrap_or_else(|error| {
+            tracing::error!(%error, "looking for room ended in a panic");
+            Err(Error::NoSandbox("an internal error; see the log".into()))
+        })),
         Work::Booting { task, .. } => Progress::Booted(task.await.unwrap_or_else(|error| {
             tracing::error!(%error, "making a Sandbox ended in a panic");
             Err(Cause::told(Reason::SetupFailed, "an internal error; see the log"))

@@ -32,7 +32,7 @@ pub enum Error {
     #[error("the Session was not active within {} s", .0.as_secs())]
     NotActive(Duration),
     /// `If-Activation` names another one.
-    #[error("activation {wanted} is over, this is {now}")]
+    #[error("activation {wanted} is not the present one: {now} {}", if wanted == now { "is over" } else { "is the last there was" })]
     Replaced {
         /// As asked for.
         wanted: u64,
@@ -50,9 +50,28 @@ pub enum Error {
     /// The host has no room.
     #[error("no room for another Sandbox: {0}")]
     Full(#[from] Full),
+    /// An idle Session gets no Sandbox, by a fault of ours.
+    #[error("no Sandbox could be made: {0}")]
+    NoSandbox(String),
+    /// There is nothing to look at.
+    #[error("{0}")]
+    NoSandboxNow(String),
     /// The daemon takes nothing new.
     #[error("pepod is stopping")]
     Draining,
+    /// The key's Session was asked to be otherwise.
+    #[error("the Session of this key has {field} {has}, not {wanted}")]
+    Differs {
+        /// Which setting.
+        field: String,
+        /// As it is, in JSON.
+        has: String,
+        /// As asked for, in JSON.
+        wanted: String,
+    },
+    /// Another live Session of the App has that key.
+    #[error("another Session has the key `{0}`")]
+    KeyTaken(String),
     /// A value of the request.
     #[error("{message}")]
     Invalid {
@@ -104,6 +123,7 @@ impl From<store::Error> for Error {
             store::Error::NameTaken(name) => {
                 Error::Invalid { param: "name", message: format!("another Session is called `{name}`") }
             }
+            store::Error::KeyTaken(key) => Error::KeyTaken(key),
             other => Error::Store(other),
         }
     }

@@ -6,12 +6,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use pepo_api::{AppId, Ended, Reason, SessionId, SessionState};
+use pepo_api::{AppId, Ended, Reason, ServiceSpec, SessionId, Setup};
 use pepo_sandbox::guest::Guest;
+use pepo_sandbox::proto::Variable;
 use tokio::sync::{mpsc, oneshot, watch};
 
 use super::state::{Cause, State};
-use super::{Commands, Error, Spec, Ticket, activity, ended};
+use super::{Commands, Error, Services, Spec, Ticket, activity, ended};
 use crate::store::{Event, SessionRow};
 
 /// What everybody may see of a Session: a copy, with a number that counts changes.
@@ -33,6 +34,8 @@ pub struct Published {
     pub keep_until: Option<jiff::Timestamp>,
     /// The guest, while it serves.
     pub guest: Option<Guest>,
+    /// How its last Sandbox that is gone ended.
+    pub last_end: Option<Ended>,
     /// How it ended.
     pub ended: Option<Ended>,
 }
@@ -40,7 +43,10 @@ pub struct Published {
 /// A change asked of the driver.
 #[derive(Debug)]
 pub(super) enum Ask {
-    Release,
+    /// The Sandbox shall go, for this reason.
+    Release(Cause),
+    /// A Sandbox is wanted. Answered with the number of the activation to wait for.
+    Activate(oneshot::Sender<Result<u64, Error>>),
     Update(Box<Update>, oneshot::Sender<Result<(), Error>>),
     /// What the console says, and what the host says it uses.
     Console(oneshot::Sender<Result<(Vec<u8>, u64), Error>>),
@@ -58,6 +64,21 @@ pub struct Update {
     pub keep_alive_seconds: Option<u64>,
     /// How long the Session lives from now.
     pub expires_seconds: Option<u64>,
+    /// All environment of later activations.
+    pub env: Option<BTreeMap<String, String>>,
+    /// What runs first in later activations, or nothing.
+    pub setup: Option<Option<Setup>>,
+    /// All Services of later activations.
+    pub services: Option<Vec<ServiceSpec>>,
+}
+
+/// What a request may do to reach a guest.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reach {
+    /// Wait for one that is coming.
+    Wait,
+    /// Have one made.
+    Activate,
 }
 
 /// Asks that may wait for a driver.
@@ -74,21 +95,22 @@ pub(super) struct Shared {
     pub(super) terminate: watch::Sender<Option<Cause>>,
     pub(super) asks: mpsc::Sender<Ask>,
     pub(super) commands: Commands,
+    pub(super) services: Services,
 }
 
 /// A handle on one Session. Cloning is cheap.
 #[derive(Clone, Debug)]
 pub struct Session(pub(super) Arc<Shared>);
 
-/// A guest, lent for one request. While it is held the Session counts as used.
+/// A guest, lent for one request. While its ticket is held the Session counts as used.
 #[derive(Debug)]
 pub struct Serving {
     /// The guest.
     pub guest: Guest,
     /// Which activation.
     pub activation: u64,
-    /// Counts as use until dropped.
-    pub ticket: Ticket,
+    /// Counts as use until dropped. None for what is Pepo's own: Services, set-up.
+    pub ticket: Option<Ticket>,
 }
 
 impl Session {
@@ -115,6 +137,17 @@ impl Session {
     /// Its commands.
     pub fn commands(&self) -> &Commands {
         &self.0.commands
+    }
+
+    /// Its Services.
+    pub fn services(&self) -> &Services {
+        &self.0.services
+    }
+
+    /// The environment that goes to the guest at activation: everything of it is put together here.
+    pub(super) fn environment(&self) -> Vec<Variable> {
+        let spec = self.0.published.borrow().spec.clone();
+        spec.env.iter().map(|(name, value)| Variable { name: name.clone(), value: value.clone() }).collect()
     }
 
     /// As it is now.
@@ -154,36 +187,90 @@ impl Session {
         Ticket::new(self.clone())
     }
 
-    /// The guest, once the Session is Active: waits for that, at most `wait`.
+    /// The guest, once the Session is Active: waits for that, at most `wait` and what its set-up may take. An idle one
+    /// gets a fresh Sandbox by this; however many ask at once, it gets one.
     ///
     /// # Errors
-    /// [`Error::Terminated`], [`Error::ActivationFailed`], [`Error::SandboxEnded`], [`Error::NotActive`], [`Error::Replaced`].
+    /// [`Error::Terminated`], [`Error::ActivationFailed`], [`Error::SandboxEnded`], [`Error::NotActive`],
+    /// [`Error::Replaced`], and what stands against a new Sandbox.
     pub async fn serving(&self, wanted: Option<u64>, wait: Duration) -> Result<Serving, Error> {
         let ticket = self.ticket();
+        let (guest, activation) = self.serves(wanted, wait, Reach::Activate).await?;
+        Ok(Serving { guest, activation, ticket: Some(ticket) })
+    }
+
+    /// The guest of that very activation, which is not brought back where it is gone. For what speaks to a command.
+    ///
+    /// # Errors
+    /// [`Error::SandboxEnded`] where that activation is over, and as [`Session::serving`].
+    pub async fn serving_still(&self, activation: u64, wait: Duration) -> Result<Serving, Error> {
+        let ticket = self.ticket();
+        match self.serves(Some(activation), wait, Reach::Wait).await {
+            Ok((guest, activation)) => Ok(Serving { guest, activation, ticket: Some(ticket) }),
+            Err(Error::Replaced { .. }) => Err(Error::SandboxEnded(self.last_end())),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn serves(&self, wanted: Option<u64>, wait: Duration, reach: Reach) -> Result<(Guest, u64), Error> {
         let mut published = self.0.published.subscribe();
-        let was_over = published.borrow().state.word() == SessionState::Terminated;
-        let waited =
-            tokio::time::timeout(wait, published.wait_for(|now| now.guest.is_some() || now.ended.is_some())).await;
-        let now = match waited {
-            Ok(Ok(now)) => now.clone(),
-            Ok(Err(_)) => return Err(Error::Lost(self.id())),
-            Err(_) => return Err(Error::NotActive(wait)),
-        };
-        if let Some(ended) = now.ended {
-            return Err(match ended.reason {
-                Reason::SetupFailed if !was_over => Error::ActivationFailed(ended),
-                _ => Error::Terminated(ended),
-            });
+        let mut deadline = None;
+        let mut was_over = None;
+        // The activation that this request waits for: where the Session is idle after it, it came to nothing.
+        let mut awaited = 0;
+        loop {
+            let now = published.borrow_and_update().clone();
+            let was_over = *was_over.get_or_insert(now.ended.is_some());
+            if let Some(ended) = now.ended {
+                return Err(match ended.reason {
+                    Reason::SetupFailed if !was_over => Error::ActivationFailed(ended),
+                    _ => Error::Terminated(ended),
+                });
+            }
+            let current = match &now.state {
+                State::Requested => Some(now.activation + 1),
+                State::Idle(_) => None,
+                other => other.tenure().map(|tenure| tenure.activation),
+            };
+            if let Some(wanted) = wanted
+                && current != Some(wanted)
+            {
+                return Err(Error::Replaced { wanted, now: now.activation });
+            }
+            if let Some(guest) = now.guest {
+                return Ok((guest, now.activation));
+            }
+            match &now.state {
+                State::Idle(cause) if awaited > 0 && now.activation >= awaited => {
+                    let end = now.last_end.unwrap_or_else(|| ended(cause, jiff::Timestamp::now()));
+                    return Err(match cause.reason {
+                        Reason::SetupFailed => Error::ActivationFailed(end),
+                        _ => Error::SandboxEnded(end),
+                    });
+                }
+                State::Idle(_) if reach == Reach::Activate => {
+                    awaited = self.ask(Ask::Activate).await?;
+                    continue;
+                }
+                State::Activating(tenure) => awaited = tenure.activation,
+                _ => {}
+            }
+            // Set-up has a time-out of its own, which is no reason to give up before it.
+            let patience = || wait + Duration::from_secs(now.spec.setup.as_ref().map_or(0, Setup::timeout_seconds));
+            let until = *deadline.get_or_insert_with(|| tokio::time::Instant::now() + patience());
+            match tokio::time::timeout_at(until, published.changed()).await {
+                Ok(Ok(())) => {}
+                Ok(Err(_)) => return Err(Error::Lost(self.id())),
+                Err(_) => return Err(Error::NotActive(patience())),
+            }
         }
-        if let Some(wanted) = wanted
-            && wanted != now.activation
-        {
-            return Err(Error::Replaced { wanted, now: now.activation });
-        }
-        match now.guest {
-            Some(guest) => Ok(Serving { guest, activation: now.activation, ticket }),
-            None => Err(Error::NotActive(wait)),
-        }
+    }
+
+    /// How its last Sandbox that is gone ended.
+    pub(super) fn last_end(&self) -> Ended {
+        let now = self.0.published.borrow();
+        let known = now.ended.clone().or_else(|| now.last_end.clone());
+        known.unwrap_or_else(|| Ended::new(Reason::Unknown, jiff::Timestamp::now()))
     }
 
     /// How its Sandbox ended, if it does within a moment: for a stream that broke. `None`: it still serves.
@@ -195,11 +282,26 @@ impl Session {
             Ok(Ok(now)) => now.clone(),
             _ => return None,
         };
-        Some(match (now.ended, now.state.cause()) {
-            (Some(ended), _) => ended,
-            (None, Some(cause)) => ended(cause, jiff::Timestamp::now()),
-            (None, None) => Ended::new(Reason::Unknown, jiff::Timestamp::now()),
+        Some(match (&now.state, now.ended) {
+            (_, Some(ended)) => ended,
+            // Its end is about to be recorded.
+            (State::Releasing(_, cause) | State::Terminating(_, cause), None) => ended(cause, jiff::Timestamp::now()),
+            (_, None) => now.last_end.unwrap_or_else(|| Ended::new(Reason::Unknown, jiff::Timestamp::now())),
         })
+    }
+
+    /// Whether this is the activation that a request asks for, where it asks for one.
+    ///
+    /// # Errors
+    /// [`Error::Replaced`].
+    pub fn is_still(&self, wanted: Option<u64>) -> Result<(), Error> {
+        let now = self.0.published.borrow();
+        match wanted {
+            Some(wanted) if now.activation != wanted || matches!(now.state, State::Idle(_)) => {
+                Err(Error::Replaced { wanted, now: now.activation })
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Ends it; done at once where it has ended. Returns when it has.
@@ -222,17 +324,29 @@ impl Session {
         }
     }
 
-    /// Gives its Sandbox back, which ends what has no Workspace. Returns when that is done.
+    /// Gives its Sandbox back for that reason, which ends what does not come back. Returns when that is done.
     ///
     /// # Errors
     /// [`Error::Terminated`].
-    pub async fn release(&self) -> Result<Published, Error> {
-        if let Some(ended) = self.now().ended {
+    pub async fn release(&self, cause: Cause) -> Result<Published, Error> {
+        let before = self.now();
+        if let Some(ended) = before.ended {
             return Err(Error::Terminated(ended));
         }
+        if matches!(before.state, State::Idle(_)) {
+            return Ok(before);
+        }
+        let mut published = self.0.published.subscribe();
         // A closed channel means that it has just ended.
-        let _ = self.0.asks.send(Ask::Release).await;
-        Ok(self.ended().await)
+        let _ = self.0.asks.send(Ask::Release(cause)).await;
+        // Where the next request was so fast that nobody saw it idle, the next activation tells.
+        let gone = published.wait_for(|now| {
+            now.ended.is_some() || matches!(now.state, State::Idle(_)) || now.activation > before.activation.max(1)
+        });
+        match gone.await {
+            Ok(now) => Ok(now.clone()),
+            Err(_) => Ok(self.now()),
+        }
     }
 
     /// Replaces some of its settings.
@@ -260,7 +374,7 @@ impl Session {
         self.ask(Ask::Usage).await
     }
 
-    async fn ask<T>(&self, ask: impl FnOnce(oneshot::Sender<Result<T, Error>>) -> Ask) -> Result<T, Error> {
+    pub(super) async fn ask<T>(&self, ask: impl FnOnce(oneshot::Sender<Result<T, Error>>) -> Ask) -> Result<T, Error> {
         let (answer, answered) = oneshot::channel();
         let gone = || match self.now().ended {
             Some(ended) => Error::Terminated(ended),
@@ -283,6 +397,7 @@ impl Session {
             active_at: now.active_at,
             expires_at: now.expires_at,
             keep_until: now.keep_until,
+            last_end: now.last_end.clone(),
             ended: now.ended.clone(),
         }
     }

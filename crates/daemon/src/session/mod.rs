@@ -17,7 +17,10 @@ mod error;
 mod follow;
 mod handle;
 mod kept;
+mod keyed;
 mod resume;
+mod service;
+mod setup;
 pub mod state;
 mod table;
 
@@ -25,12 +28,12 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
-use pepo_api::{Ended, ImageId, SandboxId};
+use pepo_api::{Ended, ImageId, SandboxId, ServiceSpec, Setup};
 use pepo_sandbox::StatePath;
 use serde::{Deserialize, Serialize};
 
 use handle::Ask;
-use state::Cause;
+use state::{Cause, Lives};
 
 pub use activity::Ticket;
 pub use command::{Command, Commands, NewCommand, Status, shown_row};
@@ -38,6 +41,8 @@ pub use error::Error;
 pub use follow::{Follower, Interest, Item, Leaving};
 pub use handle::{Published, Serving, Session, Update};
 pub use kept::Shelf;
+pub use keyed::Opened;
+pub use service::Services;
 pub use table::{Found, NewSession, Sessions};
 
 /// What a Session was asked to be, resolved.
@@ -45,6 +50,9 @@ pub use table::{Found, NewSession, Sessions};
 pub struct Spec {
     /// Unique among its App's live ones.
     pub name: Option<String>,
+    /// The key it was opened by, unique among its App's live ones.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub key: Option<String>,
     /// The Image as it was named.
     pub image: String,
     /// The Image.
@@ -61,6 +69,25 @@ pub struct Spec {
     pub env: BTreeMap<String, String>,
     /// For filtering.
     pub labels: BTreeMap<String, String>,
+    /// How long it was to live, as it was asked for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_seconds: Option<u64>,
+    /// Whether it gets a second life on an empty disk.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub reactivate: bool,
+    /// Runs once per activation.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub setup: Option<Setup>,
+    /// Kept running.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub services: Vec<ServiceSpec>,
+}
+
+impl Spec {
+    /// What becomes of it when its Sandbox is given back: the one place that decides this.
+    pub fn lives(&self) -> Lives {
+        if self.reactivate { Lives::Again } else { Lives::Once }
+    }
 }
 
 impl Spec {
@@ -88,7 +115,24 @@ pub type FindImage = Arc<dyn Fn(String) -> BoxFuture<'static, Result<Files, Erro
 
 /// A cause as it is told outside.
 fn ended(cause: &Cause, at: jiff::Timestamp) -> Ended {
-    Ended { message: cause.message.clone(), last_console_lines: cause.console.clone(), ..Ended::new(cause.reason, at) }
+    Ended {
+        message: cause.message.clone(),
+        last_console_lines: cause.console.clone(),
+        exit_code: cause.exit_code,
+        last_output_lines: cause.output.clone(),
+        ..Ended::new(cause.reason, at)
+    }
+}
+
+/// A cause as it was told.
+fn cause(ended: &Ended) -> Cause {
+    Cause {
+        reason: ended.reason,
+        message: ended.message.clone(),
+        console: ended.last_console_lines.clone(),
+        exit_code: ended.exit_code,
+        output: ended.last_output_lines.clone(),
+    }
 }
 
 /// A Sandbox's id as the API has it.

@@ -1,18 +1,26 @@
 //! After a restart: which Sandboxes go on, and what became of the others.
 //!
-//! Bind first, then this, then the sweep. A claimed Sandbox whose keeper lives is adopted with its commands; one that is
-//! not claimed may be anybody's and is swept. A Session that was still waiting for its Sandbox gets one now.
+//! Bind first, then this, then the sweep. A claimed Sandbox whose keeper lives is adopted with its commands and Services;
+//! one that is not claimed may be anybody's and is swept. A Session that was still waiting for its first Sandbox gets one
+//! now. One that comes back and was between two Sandboxes is idle: whoever wanted the next one has to ask again.
 
 use pepo_api::{Ended, Reason, SessionState};
 use pepo_sandbox::host::FoundState;
 
 use super::driver::{self, Start};
-use super::state::{Cause, State, Tenure};
-use super::{Published, Session, Sessions, activation, engine_id};
+use super::state::{Cause, Lives, State, Tenure};
+use super::{Ask, Published, Session, Sessions, activation, engine_id};
 use crate::store::{self, SessionRow, Write};
 
 /// How long the publication of an adopted guest may take.
 const SERVES_WITHIN: std::time::Duration = std::time::Duration::from_secs(10);
+
+/// Whether an activation that came to nothing has a number of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Counts {
+    Yes,
+    No,
+}
 
 /// Room to come back in, added to a keep-alive that ran while pepod was away.
 const GRACE_MS: i64 = 30_000;
@@ -28,18 +36,26 @@ impl Sessions {
         let sandboxes = self.0.store.sandboxes()?;
         let mut kept = Vec::new();
         for row in self.0.store.live_sessions()? {
+            if row.state == SessionState::Idle {
+                // What it may still owe is none of its business.
+                self.idle(row);
+                continue;
+            }
+            // A set-up that was cut off is not gone on with: its Sandbox is in no state that anybody knows.
+            let half = row.state == SessionState::Activating && row.spec.setup.is_some();
             let claimed = sandboxes.iter().rev().find_map(|sandbox| match sandbox.claim {
                 Some((session, activation)) if session == row.id => Some(Tenure { sandbox: sandbox.id, activation }),
                 _ => None,
             });
             match claimed {
+                Some(_) if half => self.begin_again(row, Counts::Yes).await?,
                 Some(tenure) => {
                     let state = engine_id(tenure.sandbox).and_then(runs);
                     if let Some(id) = self.take_up(row, tenure, state, same_boot).await? {
                         kept.push(id);
                     }
                 }
-                None => self.begin_again(row).await,
+                None => self.begin_again(row, Counts::No).await?,
             }
         }
         for sandbox in &sandboxes {
@@ -64,10 +80,19 @@ impl Sessions {
         let session_id = row.id;
         let commands = self.0.store.running_commands(session_id)?;
         let needs = row.spec.needs();
-        // One that was being stopped goes on being stopped.
-        let serving = matches!(row.state, SessionState::Active | SessionState::Activating);
-        let keep_until = row.keep_until;
+        let (keep_until, was) = (row.keep_until, row.state);
         let (session, asks) = self.revive(row, State::Active(tenure));
+        // One that was being stopped goes on being stopped.
+        match was {
+            SessionState::Terminating => {
+                session.0.terminate.send_replace(Some(Cause::plain(Reason::Operator)));
+            }
+            SessionState::Releasing => {
+                // The channel is empty: this is the first one.
+                let _ = session.0.asks.try_send(Ask::Release(Cause::plain(Reason::Idle)));
+            }
+            _ => {}
+        }
         let adopted = match state {
             Some(FoundState::Running) => match pepo_sandbox::adopt(&self.0.host, id).await {
                 Ok(active) => Some(active),
@@ -88,9 +113,6 @@ impl Sessions {
                     let op = pepo_sandbox::proto::OpId(command.id.uuid().into_bytes());
                     session.commands().adopt(&session, command, ops.iter().find(|known| known.op == op));
                 }
-                if !serving {
-                    session.0.terminate.send_replace(Some(Cause::plain(Reason::Operator)));
-                }
                 if let Some(until) = keep_until {
                     let quiet = until.as_millisecond().max(store::millis(jiff::Timestamp::now())) + GRACE_MS;
                     session.0.activity.send_modify(|activity| {
@@ -102,7 +124,7 @@ impl Sessions {
                 // Its callers come back as soon as the sockets answer.
                 session.0.published.send_modify(|published| published.guest = Some(active.guest().clone()));
                 tracing::info!(session = %session_id, sandbox = %id, "adopted");
-                Start::Adopted(Box::new(active), tenure)
+                Start::Adopted(Box::new(active), tenure, self.0.capacity.adopted(needs))
             }
             None => {
                 let cause = match state {
@@ -121,7 +143,7 @@ impl Sessions {
         };
         let alive = matches!(start, Start::Adopted(..));
         let mut published = session.0.published.subscribe();
-        driver::spawn(self.clone(), session, asks, self.0.capacity.adopted(needs), start);
+        driver::spawn(self.clone(), session, asks, start);
         // Callers are let in after this: one that comes back to its command at once must find the guest, or it would wait
         // for the command's end as if the Sandbox were gone.
         let serves = published.wait_for(|now| !alive || now.guest.is_some() || now.ended.is_some());
@@ -129,23 +151,46 @@ impl Sessions {
         Ok(alive.then_some(id))
     }
 
-    /// A Session that had no Sandbox of its own yet.
-    async fn begin_again(&self, row: SessionRow) {
-        let waiting = matches!(row.state, SessionState::Requested | SessionState::Activating);
-        if !waiting {
-            // Its Sandbox is gone and only the last word was not written.
-            let ended = Ended::new(Reason::Operator, jiff::Timestamp::now());
-            return self.close(row, ended).await;
+    /// A Session without a Sandbox that can be gone on with.
+    async fn begin_again(&self, row: SessionRow, counts: Counts) -> Result<(), super::Error> {
+        let first = row.activation <= 1;
+        match (row.state, row.spec.lives()) {
+            (SessionState::Requested | SessionState::Activating, Lives::Once) => {}
+            (SessionState::Requested | SessionState::Activating, Lives::Again) if first => {}
+            (SessionState::Terminating, _) => {
+                // Its Sandbox is gone and only the last word was not written.
+                self.close(row, Ended::new(Reason::Operator, jiff::Timestamp::now())).await;
+                return Ok(());
+            }
+            (_, Lives::Again) => {
+                self.idle(row);
+                return Ok(());
+            }
+            (_, Lives::Once) => {
+                self.close(row, Ended::new(Reason::Idle, jiff::Timestamp::now())).await;
+                return Ok(());
+            }
         }
-        let (files, place) = match (self.0.find_image)(row.spec.image.clone()).await {
-            Ok(files) => match self.0.capacity.admit(row.app, row.spec.needs()).await {
-                Ok(place) => (files, place),
-                Err(full) => return self.close(row, told(full.to_string())).await,
-            },
-            Err(error) => return self.close(row, told(error.to_string())).await,
-        };
+        let cut = self.0.store.running_commands(row.id)?;
+        let begun = row.state == SessionState::Activating && counts == Counts::No;
         let (session, asks) = self.revive(row, State::Requested);
-        driver::spawn(self.clone(), session, asks, place, Start::New(files));
+        // The one that was begun and never claimed does not count.
+        session
+            .0
+            .published
+            .send_modify(|published| published.activation -= u64::from(begun && published.activation > 0));
+        for command in cut {
+            session.commands().adopt(&session, command, None);
+        }
+        driver::spawn(self.clone(), session, asks, Start::Again);
+        Ok(())
+    }
+
+    /// A Session that waits for a request that wants a Sandbox.
+    fn idle(&self, row: SessionRow) {
+        let last = row.last_end.as_ref().map_or_else(|| Cause::plain(Reason::Unknown), super::cause);
+        let (session, asks) = self.revive(row, State::Idle(last));
+        driver::spawn(self.clone(), session, asks, Start::Idle);
     }
 
     async fn close(&self, mut row: SessionRow, ended: Ended) {
@@ -156,11 +201,7 @@ impl Sessions {
     }
 
     fn revive(&self, row: SessionRow, state: State) -> (Session, tokio::sync::mpsc::Receiver<super::Ask>) {
-        let activation = match state.tenure() {
-            Some(tenure) => tenure.activation,
-            // The one that was begun and never claimed does not count.
-            None => row.activation.saturating_sub(u64::from(row.state == SessionState::Activating)),
-        };
+        let activation = state.tenure().map_or(row.activation, |tenure| tenure.activation);
         let published = Published {
             generation: row.generation,
             state,
@@ -170,6 +211,7 @@ impl Sessions {
             expires_at: row.expires_at,
             keep_until: row.keep_until,
             guest: None,
+            last_end: row.last_end,
             ended: None,
         };
         let (session, asks) = self.handle(row.id, row.app, row.created_at, published);
@@ -177,8 +219,4 @@ impl Sessions {
         self.enter(&session);
         (session, asks)
     }
-}
-
-fn told(message: String) -> Ended {
-    Ended { message, ..Ended::new(Reason::SetupFailed, jiff::Timestamp::now()) }
 }

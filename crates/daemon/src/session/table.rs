@@ -1,17 +1,20 @@
 //! The table of Sessions that have not ended: making, finding and counting them, and what a Sandbox still owes.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pepo_api::{AppId, Ended, ImageId, Reason, SandboxId, SessionId};
-use pepo_sandbox::{Host, Vmm};
+use pepo_sandbox::{Exit, Host, Vmm};
 use tokio::sync::{mpsc, watch};
 
 use super::handle::{ASKS, Ask, Shared};
-use super::state::{Cause, State};
-use super::{Commands, Error, FindImage, Published, Session, Shelf, Spec, activity, driver, engine_id, sandbox_id};
-use crate::capacity::Capacity;
+use super::state::{Cause, Lives, State};
+use super::{
+    Commands, Error, Files, FindImage, Published, Services, Session, Shelf, Spec, activity, driver, engine_id,
+    sandbox_id,
+};
+use crate::capacity::{Capacity, Needs, Place};
 use crate::config::{Retention, SandboxConfig};
 use crate::store::{self, SessionRow, Store, Write};
 
@@ -32,6 +35,8 @@ pub struct Sessions(pub(super) Arc<Inner>);
 
 pub(super) struct Inner {
     pub(super) live: Mutex<HashMap<SessionId, Session>>,
+    /// Keys that somebody is making a Session for.
+    pub(super) opening: watch::Sender<HashSet<(AppId, String)>>,
     pub(super) count: watch::Sender<usize>,
     pub(super) draining: watch::Sender<bool>,
     pub(super) store: Store,
@@ -55,6 +60,7 @@ impl Sessions {
     pub fn new(store: Store, host: Host, find_image: FindImage, config: SandboxConfig, vmm: Vmm) -> Self {
         Sessions(Arc::new(Inner {
             live: Mutex::default(),
+            opening: watch::Sender::default(),
             count: watch::Sender::new(0),
             draining: watch::Sender::new(false),
             capacity: Capacity::new(config.budget, config.boots),
@@ -97,13 +103,9 @@ impl Sessions {
     /// # Errors
     /// [`Error::Draining`], [`Error::NoImage`], [`Error::Full`], a name that is taken.
     pub async fn create(&self, new: NewSession) -> Result<Session, Error> {
-        if *self.0.draining.borrow() {
-            return Err(Error::Draining);
-        }
         let NewSession { app, mut spec, expires_at } = new;
-        let files = (self.0.find_image)(spec.image.clone()).await?;
+        let (files, place) = self.room(app, spec.image.clone(), spec.needs()).await?;
         spec.image_id = files.id;
-        let place = self.0.capacity.admit(app, spec.needs()).await?;
         let published = Published {
             generation: 1,
             state: State::Requested,
@@ -113,14 +115,28 @@ impl Sessions {
             expires_at,
             keep_until: None,
             guest: None,
+            last_end: None,
             ended: None,
         };
-        let (session, asks) = self.handle(SessionId::generate(), app, jiff::Timestamp::now(), published);
+        let (session, asks) = self.handle(SessionId::generate(), app, store::now(), published);
         self.0.store.write(Write::NewSession(Box::new(session.row()))).await?;
         self.0.store.record(session.event("session.created"));
         self.enter(&session);
-        driver::spawn(self.clone(), session.clone(), asks, place, driver::Start::New(files));
+        driver::spawn(self.clone(), session.clone(), asks, driver::Start::New(files, place));
         Ok(session)
+    }
+
+    /// What a new Sandbox begins with: its Image's files, and room for it.
+    ///
+    /// # Errors
+    /// [`Error::Draining`], [`Error::NoImage`], [`Error::Full`].
+    pub(super) async fn room(&self, app: AppId, image: String, needs: Needs) -> Result<(Files, Place), Error> {
+        if *self.0.draining.borrow() {
+            return Err(Error::Draining);
+        }
+        let files = (self.0.find_image)(image).await?;
+        let place = self.0.capacity.admit(app, needs).await?;
+        Ok((files, place))
     }
 
     pub(super) fn handle(
@@ -140,6 +156,7 @@ impl Sessions {
             terminate: watch::Sender::new(None),
             asks,
             commands: Commands::new(self.0.store.clone(), self.0.shelf.clone()),
+            services: Services::default(),
         };
         (Session(Arc::new(shared)), asked)
     }
@@ -235,10 +252,16 @@ impl Sessions {
         *self.0.draining.borrow()
     }
 
-    /// Ends all of them, at most `within`.
+    /// Ends all Sandboxes, and every Session that does not come back, at most `within`.
     pub async fn end_all(&self, reason: Reason, within: Duration) {
         self.drain();
-        let ending = self.all().into_iter().map(|session| async move { session.terminate(Cause::plain(reason)).await });
+        let ending = self.all().into_iter().map(|session| async move {
+            match session.now().spec.lives() {
+                Lives::Once => drop(session.terminate(Cause::plain(reason)).await),
+                // One that has ended meanwhile is what was wanted.
+                Lives::Again => drop(session.release(Cause::plain(reason)).await),
+            }
+        });
         let _ = tokio::time::timeout(within, futures_util::future::join_all(ending)).await;
     }
 
@@ -248,6 +271,14 @@ impl Sessions {
         match self.0.host.release(id).await {
             Ok(()) => self.settled(id).await,
             Err(error) => self.owe(id, error.to_string()),
+        }
+    }
+
+    /// Takes note of what a stop path left.
+    pub(super) async fn settle(&self, exit: &Exit) {
+        match &exit.released {
+            Ok(()) => self.settled(exit.id).await,
+            Err(error) => self.owe(exit.id, error.to_string()),
         }
     }
 

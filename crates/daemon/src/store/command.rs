@@ -1,6 +1,6 @@
 //! Rows of Commands: what was asked for, and how it ended.
 
-use pepo_api::{CommandEnd, CommandId, OnDisconnect, SessionId};
+use pepo_api::{CommandEnd, CommandId, CommandRole, OnDisconnect, SessionId};
 use rusqlite::{OptionalExtension, Row, Transaction, params};
 use serde::{Deserialize, Serialize};
 
@@ -21,6 +21,12 @@ pub struct CommandSpec {
     pub stdin: bool,
     /// Whether it counts as activity.
     pub keeps_alive: bool,
+    /// What it is for.
+    #[serde(default)]
+    pub role: CommandRole,
+    /// The Service it is a run of.
+    #[serde(default)]
+    pub service: Option<String>,
 }
 
 /// A Command as it is stored.
@@ -129,6 +135,26 @@ impl Store {
         })
     }
 
+    /// The last run of each Service in that activation, by the Service's name.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn last_runs(&self, session: SessionId, activation: u64) -> Result<Vec<CommandRow>, Error> {
+        self.read(move |connection| {
+            // Ids are in the order of their making.
+            connection
+                .prepare_cached(
+                    "SELECT * FROM commands WHERE id IN (
+                         SELECT max(id) FROM commands
+                         WHERE session_id = ?1 AND activation = ?2 AND spec ->> 'service' IS NOT NULL
+                         GROUP BY spec ->> 'service') AND session_id = ?1",
+                )?
+                .query_map(params![session.to_string(), activation as i64], read)?
+                .collect()
+        })
+        .await
+    }
+
     /// A command of that Session. The caller has found the Session by its App.
     ///
     /// # Errors
@@ -183,6 +209,8 @@ mod tests {
             pty: false,
             stdin: false,
             keeps_alive: true,
+            role: CommandRole::Command,
+            service: None,
         };
         let row = CommandRow {
             session,
@@ -205,5 +233,43 @@ mod tests {
         assert_eq!(found.end.map(|end| end.reason), Some(Reason::Exit));
         assert_eq!(found.stdout_bytes, 7);
         assert!(store.running_commands(session).expect("running").is_empty());
+    }
+
+    #[tokio::test]
+    async fn the_last_run_of_each_service_is_found() {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let session = SessionId::generate();
+        let mut ids = Vec::new();
+        for (activation, service) in [(1, "web"), (2, "web"), (2, "db"), (2, "web")] {
+            let id = CommandId::generate();
+            let spec = CommandSpec {
+                argv: vec!["x".into()],
+                shell: None,
+                on_disconnect: OnDisconnect::Keep,
+                pty: false,
+                stdin: false,
+                keeps_alive: false,
+                role: CommandRole::Service,
+                service: Some(service.into()),
+            };
+            let row = CommandRow {
+                session,
+                id,
+                spec,
+                activation,
+                started_at: time(5),
+                end: None,
+                stdout_bytes: 0,
+                stderr_bytes: 0,
+            };
+            store.write(Write::NewCommand(Box::new(row))).await.expect("new");
+            ids.push(id);
+        }
+        let mut found: Vec<_> =
+            store.last_runs(session, 2).await.expect("read").into_iter().map(|row| row.id).collect();
+        found.sort();
+        assert_eq!(found, [ids[2], ids[3]]);
+        assert!(store.last_runs(SessionId::generate(), 2).await.expect("read").is_empty());
     }
 }

@@ -66,6 +66,9 @@ pub enum Error {
     /// Somebody has that Sandbox, or nobody made it.
     #[error("{0} cannot be claimed")]
     NotClaimed(pepo_api::SandboxId),
+    /// Another live Session of the App has that key.
+    #[error("the key `{0}` is taken")]
+    KeyTaken(String),
     /// SQLite or the disk below it failed.
     #[error("store failed")]
     Sqlite(#[from] rusqlite::Error),
@@ -87,7 +90,7 @@ pub enum Error {
 impl Error {
     /// Whether it refuses one write and says nothing against the store.
     fn is_an_answer(&self) -> bool {
-        matches!(self, Error::NameTaken(_) | Error::NotClaimed(_))
+        matches!(self, Error::NameTaken(_) | Error::KeyTaken(_) | Error::NotClaimed(_))
     }
 }
 
@@ -186,6 +189,11 @@ const MIGRATIONS: &[&str] = &["
     DROP TABLE sandboxes;
     ALTER TABLE claimable RENAME TO sandboxes;
     CREATE UNIQUE INDEX sandbox_claims ON sandboxes(session_id, activation) WHERE session_id IS NOT NULL;
+", "
+    ALTER TABLE sessions ADD COLUMN key TEXT;
+    ALTER TABLE sessions ADD COLUMN last_end TEXT;
+    CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
+    CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
 "];
 
 impl Store {
@@ -231,7 +239,7 @@ impl Store {
     /// Makes a change; returns when it is on the disk.
     ///
     /// # Errors
-    /// [`Error::NameTaken`], or a failing disk.
+    /// [`Error::NameTaken`], [`Error::KeyTaken`], or a failing disk.
     pub async fn write(&self, write: Write) -> Result<(), Error> {
         let (answer, answered) = oneshot::channel();
         self.queue.send(Queued { write, answer: Some(answer) }).await.map_err(|_| Error::Closed)?;
@@ -439,6 +447,11 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
 /// Milliseconds since 1970 of a time.
 pub fn millis(at: jiff::Timestamp) -> i64 {
     at.as_millisecond()
+}
+
+/// Now, as finely as it is kept: what was told is what a restart finds.
+pub fn now() -> jiff::Timestamp {
+    time(millis(jiff::Timestamp::now()))
 }
 
 /// The time of that many milliseconds since 1970; the nearest there is where the number is none.

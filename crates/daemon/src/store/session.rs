@@ -29,6 +29,8 @@ pub struct SessionRow {
     pub expires_at: Option<jiff::Timestamp>,
     /// When its Sandbox goes if nothing happens.
     pub keep_until: Option<jiff::Timestamp>,
+    /// How its last Sandbox that is gone ended.
+    pub last_end: Option<Ended>,
     /// How it ended.
     pub ended: Option<Ended>,
 }
@@ -58,6 +60,8 @@ pub struct Claim {
 pub struct Filter {
     /// Only older ones than this.
     pub before: Option<SessionId>,
+    /// Only those of this key.
+    pub key: Option<String>,
     /// At most so many.
     pub limit: usize,
 }
@@ -77,8 +81,10 @@ pub(super) fn insert(transaction: &Transaction<'_>, row: &SessionRow) -> Result<
     put(
         transaction,
         row,
-        "INSERT INTO sessions (id, app_id, name, spec, state, generation, activation, created_at, active_at, expires_at, keep_until, ended_at, ended)
-         VALUES (:id, :app, :name, :spec, :state, :generation, :activation, :created, :active, :expires, :keep, :ended_at, :ended)",
+        "INSERT INTO sessions (id, app_id, name, key, spec, state, generation, activation, created_at, active_at, expires_at,
+                               keep_until, last_end, ended_at, ended)
+         VALUES (:id, :app, :name, :key, :spec, :state, :generation, :activation, :created, :active, :expires,
+                 :keep, :last_end, :ended_at, :ended)",
     )
 }
 
@@ -86,8 +92,9 @@ pub(super) fn update(transaction: &Transaction<'_>, row: &SessionRow) -> Result<
     put(
         transaction,
         row,
-        "UPDATE sessions SET name = :name, spec = :spec, state = :state, generation = :generation, activation = :activation,
-         created_at = :created, active_at = :active, expires_at = :expires, keep_until = :keep, ended_at = :ended_at, ended = :ended
+        "UPDATE sessions SET name = :name, key = :key, spec = :spec, state = :state, generation = :generation,
+         activation = :activation, created_at = :created, active_at = :active, expires_at = :expires, keep_until = :keep,
+         last_end = :last_end, ended_at = :ended_at, ended = :ended
          WHERE id = :id AND app_id = :app",
     )
 }
@@ -97,6 +104,7 @@ fn put(transaction: &Transaction<'_>, row: &SessionRow, sql: &str) -> Result<(),
         ":id": row.id.to_string(),
         ":app": row.app.to_string(),
         ":name": row.spec.name,
+        ":key": row.spec.key,
         ":spec": to_json(&row.spec)?,
         ":state": to_json(&row.state)?,
         ":generation": row.generation as i64,
@@ -105,14 +113,19 @@ fn put(transaction: &Transaction<'_>, row: &SessionRow, sql: &str) -> Result<(),
         ":active": row.active_at.map(millis),
         ":expires": row.expires_at.map(millis),
         ":keep": row.keep_until.map(millis),
+        ":last_end": row.last_end.as_ref().map(to_json).transpose()?,
         ":ended_at": row.ended.as_ref().map(|ended| millis(ended.at)),
         ":ended": row.ended.as_ref().map(to_json).transpose()?,
     });
     match done {
         Ok(_) => Ok(()),
-        Err(rusqlite::Error::SqliteFailure(failure, _))
+        Err(rusqlite::Error::SqliteFailure(failure, told))
             if failure.extended_code == rusqlite::ffi::SQLITE_CONSTRAINT_UNIQUE =>
         {
+            // SQLite names the columns of the index that stood against it.
+            if told.is_some_and(|told| told.contains("sessions.key")) {
+                return Err(Error::KeyTaken(row.spec.key.clone().unwrap_or_default()));
+            }
             Err(Error::NameTaken(row.spec.name.clone().unwrap_or_default()))
         }
         Err(error) => Err(error.into()),
@@ -163,7 +176,7 @@ pub(super) fn prune(transaction: &Transaction<'_>, before: i64) -> Result<(), Er
 }
 
 fn read(row: &Row<'_>) -> Result<SessionRow, rusqlite::Error> {
-    let ended: Option<String> = row.get("ended")?;
+    let (ended, last_end): (Option<String>, Option<String>) = (row.get("ended")?, row.get("last_end")?);
     Ok(SessionRow {
         id: id(row, "id")?,
         app: id(row, "app_id")?,
@@ -175,6 +188,7 @@ fn read(row: &Row<'_>) -> Result<SessionRow, rusqlite::Error> {
         active_at: row.get::<_, Option<i64>>("active_at")?.map(time),
         expires_at: row.get::<_, Option<i64>>("expires_at")?.map(time),
         keep_until: row.get::<_, Option<i64>>("keep_until")?.map(time),
+        last_end: last_end.map(|_| json(row, "last_end")).transpose()?,
         ended: ended.map(|_| json(row, "ended")).transpose()?,
     })
 }
@@ -251,6 +265,22 @@ impl Store {
         .await
     }
 
+    /// The last Session of that App with that key that has ended.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn last_of_key(&self, app: AppId, key: String) -> Result<Option<SessionRow>, Error> {
+        self.read(move |connection| {
+            connection
+                .prepare_cached(
+                    "SELECT * FROM sessions WHERE app_id = ?1 AND key = ?2 AND ended_at IS NOT NULL ORDER BY id DESC LIMIT 1",
+                )?
+                .query_row([app.to_string(), key], read)
+                .optional()
+        })
+        .await
+    }
+
     /// Sessions of that App, newest first.
     ///
     /// # Errors
@@ -259,10 +289,19 @@ impl Store {
         self.read(move |connection| {
             // Past every id there is: `~` comes after every letter.
             let before = filter.before.map_or_else(|| "~".to_owned(), |id| id.to_string());
-            connection
-                .prepare_cached("SELECT * FROM sessions WHERE app_id = ?1 AND id < ?2 ORDER BY id DESC LIMIT ?3")?
-                .query_map(params![app.to_string(), before, filter.limit as i64], read)?
-                .collect()
+            let (app, limit) = (app.to_string(), filter.limit as i64);
+            match filter.key {
+                None => connection
+                    .prepare_cached("SELECT * FROM sessions WHERE app_id = ?1 AND id < ?2 ORDER BY id DESC LIMIT ?3")?
+                    .query_map(params![app, before, limit], read)?
+                    .collect(),
+                Some(key) => connection
+                    .prepare_cached(
+                        "SELECT * FROM sessions WHERE app_id = ?1 AND id < ?2 AND key = ?4 ORDER BY id DESC LIMIT ?3",
+                    )?
+                    .query_map(params![app, before, limit, key], read)?
+                    .collect(),
+            }
         })
         .await
     }
@@ -278,6 +317,7 @@ pub(super) mod tests {
             app,
             spec: Spec {
                 name,
+                key: None,
                 image: "base".into(),
                 image_id: pepo_api::ImageId::generate(),
                 cpus: 1,
@@ -286,6 +326,10 @@ pub(super) mod tests {
                 keep_alive_seconds: 300,
                 env: [("A".to_owned(), "b".to_owned())].into(),
                 labels: [("user".to_owned(), "42".to_owned())].into(),
+                expires_seconds: None,
+                reactivate: false,
+                setup: None,
+                services: Vec::new(),
             },
             state: SessionState::Requested,
             generation: 1,
@@ -294,6 +338,7 @@ pub(super) mod tests {
             active_at: None,
             expires_at: Some(time(1_764_000_100_000)),
             keep_until: None,
+            last_end: None,
             ended: None,
         }
     }
@@ -314,8 +359,11 @@ pub(super) mod tests {
         }
         let named = store.session_named(app, "same".into()).await.expect("read").expect("there");
         assert_eq!(named.id, rows[4].id);
-        let first = store.list_sessions(app, Filter { before: None, limit: 3 }).await.expect("list");
-        let second = store.list_sessions(app, Filter { before: Some(first[2].id), limit: 3 }).await.expect("list");
+        let first = store.list_sessions(app, Filter { limit: 3, ..Filter::default() }).await.expect("list");
+        let second = store
+            .list_sessions(app, Filter { before: Some(first[2].id), limit: 3, ..Filter::default() })
+            .await
+            .expect("list");
         let mut ids: Vec<_> = first.iter().chain(&second).map(|row| row.id).collect();
         ids.reverse();
         let mut wanted: Vec<_> = rows.iter().map(|row| row.id).collect();
@@ -324,7 +372,29 @@ pub(super) mod tests {
         let all = super::super::Keep { before: 0, most: u64::MAX };
         let prune = super::super::Write::Prune { ended_before: 1_764_000_200_002, feed: all, audit: all };
         store.write(prune).await.expect("prune");
-        assert_eq!(store.list_sessions(app, Filter { before: None, limit: 9 }).await.expect("list").len(), 3);
+        assert_eq!(store.list_sessions(app, Filter { limit: 9, ..Filter::default() }).await.expect("list").len(), 3);
+    }
+
+    #[tokio::test]
+    async fn a_key_has_one_live_session_and_remembers_the_one_before() {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let keyed = || SessionRow { spec: Spec { key: Some("k".into()), ..row(app, None).spec }, ..row(app, None) };
+        let (mut first, second) = (keyed(), keyed());
+        store.write(super::super::Write::NewSession(Box::new(first.clone()))).await.expect("new");
+        let taken = store.write(super::super::Write::NewSession(Box::new(second.clone()))).await;
+        assert!(matches!(taken, Err(Error::KeyTaken(key)) if key == "k"));
+        assert!(store.last_of_key(app, "k".into()).await.expect("read").is_none());
+        first.ended = Some(Ended::new(pepo_api::Reason::Idle, time(1_764_000_200_000)));
+        store.write(super::super::Write::Session(Box::new(first.clone()))).await.expect("ended");
+        store.write(super::super::Write::NewSession(Box::new(second.clone()))).await.expect("free again");
+        let last = store.last_of_key(app, "k".into()).await.expect("read").expect("there");
+        assert_eq!(last.id, first.id);
+        let filter = |key: &str| Filter { key: Some(key.into()), limit: 9, ..Filter::default() };
+        assert_eq!(store.list_sessions(app, filter("k")).await.expect("list").len(), 2);
+        assert!(store.list_sessions(app, filter("other")).await.expect("list").is_empty());
+        assert!(store.last_of_key(AppId::generate(), "k".into()).await.expect("read").is_none());
     }
 
     #[tokio::test]

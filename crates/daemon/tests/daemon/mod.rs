@@ -1,5 +1,7 @@
 //! One pepod with guests that are host processes, and an end after which nothing of it is left.
 
+#![allow(dead_code, reason = "each test program uses what it needs")]
+
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::PermissionsExt;
@@ -105,15 +107,27 @@ impl Daemon {
         Client::unix(self.home.path().join("run/operator.sock"))
     }
 
-    /// Memory that pepod has resident.
-    pub fn resident_kib(&self) -> u64 {
+    fn pepod(&self) -> String {
         let host = self.child.as_ref().expect("running").id();
         let children = std::fs::read_to_string(format!("/proc/{host}/task/{host}/children")).expect("children");
         let comm = |pid: &str| std::fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-        let pepod = children.split_whitespace().find(|pid| comm(pid).trim() == "pepod").expect("pepod");
-        let status = std::fs::read_to_string(format!("/proc/{pepod}/status")).expect("status");
+        children.split_whitespace().find(|pid| comm(pid).trim() == "pepod").expect("pepod").to_owned()
+    }
+
+    /// Memory that pepod has resident.
+    pub fn resident_kib(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.pepod())).expect("status");
         let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("VmRSS");
         line.trim().trim_end_matches(" kB").trim().parse().expect("number")
+    }
+
+    /// Processor time that pepod has used.
+    pub fn cpu_ms(&self) -> u64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.pepod())).expect("stat");
+        // After the name: state is the first, user and system time are the 12th and 13th.
+        let fields: Vec<_> = stat.rsplit(") ").next().expect("fields").split(' ').collect();
+        let ticks = |n: usize| fields[n].parse::<u64>().expect("ticks");
+        (ticks(11) + ticks(12)) * 1000 / rustix::param::clock_ticks_per_second()
     }
 
     /// Directories of Sandboxes.
@@ -163,6 +177,12 @@ impl Daemon {
             String::from_utf8_lossy(&answer).into_owned()
         });
         asking.join().expect("thread")
+    }
+
+    /// Returns when it has ended of itself, in order.
+    pub fn gone(&mut self) {
+        let status = self.child.take().expect("running").wait().expect("wait");
+        assert_eq!(status.code(), Some(0), "{}", self.log());
     }
 
     /// Stops it, and checks that nothing is left.
