@@ -63,9 +63,12 @@ impl Instance {
         let home = Path::new(HOMES).join(random.map(|byte| format!("{byte:02x}")).concat());
         fs::create_dir(&home).expect("a new home");
         fs::set_permissions(&home, fs::Permissions::from_mode(0o711)).expect("mode");
-        if let Some(config) = &options.config {
-            fs::write(home.join("pepo.toml"), config).expect("config");
+        // What most tests count is what they made themselves.
+        let mut config = options.config.clone().unwrap_or_default();
+        if !config.contains("[pool]") {
+            config.push_str("\n[pool]\ntarget = 0\n");
         }
+        fs::write(home.join("pepo.toml"), config).expect("config");
         if !options.without_images {
             let from = images();
             assert!(from.join("..").exists(), "{} is not there: run `make test`", from.display());

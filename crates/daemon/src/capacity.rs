@@ -347,6 +347,22 @@ impl Capacity {
         Some(self.0.take(&mut table, needs, Holder::Pool))
     }
 
+    /// Makes a place of the pool a Session's, where no other request waits and there is room for one more.
+    pub fn convert(&self, place: &mut Place) -> bool {
+        let mut table = self.0.lock();
+        if place.holder == Holder::Session
+            || table.waiting > 0
+            || table.used.lacks(place.needs, &self.0.budget).is_some()
+        {
+            return place.holder == Holder::Session;
+        }
+        table.spare.sub(place.needs);
+        table.used.add(place.needs);
+        place.holder = Holder::Session;
+        self.0.changed();
+        true
+    }
+
     /// Whether the pool has something that it must give back.
     pub fn is_over(&self) -> bool {
         let table = self.0.lock();
@@ -485,6 +501,21 @@ impl Place {
     /// How much it is for.
     pub fn needs(&self) -> Needs {
         self.needs
+    }
+
+    /// Makes a Session's place one of the pool: nobody came of it.
+    pub fn make_spare(&mut self) {
+        if self.holder == Holder::Pool {
+            return;
+        }
+        {
+            let mut table = self.capacity.lock();
+            table.used.sub(self.needs);
+            table.spare.add(self.needs);
+        }
+        self.holder = Holder::Pool;
+        self.capacity.changed();
+        self.capacity.grant();
     }
 }
 
@@ -633,8 +664,19 @@ mod tests {
         drop(first);
         settled.await;
         assert!(!capacity.is_over() && capacity.spare(small()).is_none());
-        drop((place, second));
-        assert_eq!(capacity.load().spare, 0);
+        // Claimed, its place is a Session's; nobody coming of it, the pool's again.
+        let mut second = second;
+        assert!(capacity.convert(&mut second));
+        assert_eq!((capacity.load().places, capacity.load().spare), (2, 0));
+        second.make_spare();
+        drop(place);
+        let mut waits = Box::pin(capacity.admit(app, Needs::new(9000, 1, 1)));
+        let held =
+            [capacity.admit(app, small()).await.expect("room"), capacity.admit(app, small()).await.expect("room")];
+        assert!(is_waiting(&mut waits.as_mut()).await);
+        assert!(!capacity.convert(&mut second), "a claim overtook whoever waits");
+        drop((held, waits, second));
+        assert_eq!((capacity.load().places, capacity.load().spare), (0, 0));
     }
 
     #[tokio::test]

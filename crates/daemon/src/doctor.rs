@@ -13,7 +13,9 @@ use pepo_sandbox::registry;
 use pepo_sandbox::vmm::{closure, probe};
 
 use crate::accounts;
-use crate::config::{Config, VmmChoice};
+use crate::capacity::{Budget, Load};
+use crate::config::{Config, PoolShape, VmmChoice};
+use crate::pool;
 
 /// Descriptors that a hundred Sandboxes with their callers need.
 const NOFILE: u64 = 4096;
@@ -231,6 +233,48 @@ fn tools() -> Check {
         format!("missing: {}", names.join(", ")),
         format!("apt install {}", packages.join(" ")),
     )
+}
+
+/// What Sandboxes use of what they may have together.
+pub fn capacity(budget: &Budget, load: &Load) -> Check {
+    let Load { places, memory_mib, cpus, disk_mib, spare, waiting } = load;
+    let mut found = format!(
+        "{places} of {} Sandboxes, {memory_mib} of {} MiB of memory, {cpus} of {} virtual processors, {disk_mib} of {} MiB of scratch disk",
+        budget.places, budget.memory_mib, budget.cpus, budget.disk_mib
+    );
+    if *spare > 0 {
+        found.push_str(&format!("; {spare} more in the pool"));
+    }
+    if *waiting == 0 {
+        return check("capacity", Severity::Ok, found);
+    }
+    let fix = "end Sessions, or raise what [sandbox] gives where the host has more";
+    wrong("capacity", Severity::Warning, format!("{found}; {waiting} requests wait for room"), fix)
+}
+
+/// How each shape of the pool stands.
+pub fn pool(shapes: &[pool::Status]) -> Vec<Check> {
+    if shapes.is_empty() {
+        return vec![check("pool", Severity::Info, "off: every Sandbox is made when it is asked for")];
+    }
+    let one = |status: &pool::Status| {
+        let PoolShape { image, cpus, memory_mib, disk_mib, target, .. } = &status.wanted;
+        let making = if status.making == 0 { String::new() } else { format!(", {} being made", status.making) };
+        let found = format!(
+            "{image} ({cpus} cpus, {memory_mib} MiB, {disk_mib} MiB of disk): {} of {target} ready{making}",
+            status.ready
+        );
+        match &status.fault {
+            None => check("pool", Severity::Ok, found),
+            Some(fault) => wrong(
+                "pool",
+                Severity::Warning,
+                format!("{found}: {fault}"),
+                format!("build the Image (`pepo image build {image}`), or change [pool] in pepo.toml"),
+            ),
+        }
+    };
+    shapes.iter().map(one).collect()
 }
 
 /// Sandboxes that have not given everything back.

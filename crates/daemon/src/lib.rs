@@ -3,7 +3,7 @@
 //! ```text
 //! main ─► config, places, users, sockets ─► split ─┬─► pepo-host: the engine's privileged side
 //!                                                  └─► pepod: no rights, then Pepod::run
-//! Pepod::run:  store ─► Sessions of before ─► serve ─► ready ─► sweep ─► until stopped
+//! Pepod::run:  store ─► Sessions of before ─► serve ─► ready ─► adopt, sweep, pool ─► until stopped
 //! ```
 //! How it stops: SIGTERM leaves every Sandbox to the next pepod, as a restart or an upgrade wants it; SIGINT and
 //! `pepo down` end them all first, a second SIGINT does not wait for that. Either side's death ends the other.
@@ -17,6 +17,7 @@ pub mod doctor;
 pub mod image;
 pub mod modes;
 pub mod places;
+pub mod pool;
 pub mod preset;
 pub mod serve;
 pub mod server;
@@ -38,7 +39,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::signal::unix::{SignalKind, signal as on_signal};
 use tokio::sync::watch;
 
-use config::{Config, VmmChoice};
+use config::{Config, PoolConfig, VmmChoice};
 use image::Images;
 use server::Listener;
 use session::{Error, Files, FindImage, Sessions};
@@ -132,7 +133,10 @@ impl Pepod {
             #[cfg(feature = "fake")]
             VmmChoice::Fake => Vmm::Fake,
         };
-        let sessions = Sessions::new(store.clone(), host.clone(), finder(&images, vmm), config.sandbox.clone(), vmm);
+        // One that a run started ends soon, and its Sandboxes should be those that were asked for.
+        let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
+        let sessions =
+            Sessions::new(store.clone(), host.clone(), finder(&images, vmm), config.sandbox.clone(), pool, vmm);
         let pepod = Pepod(Arc::new(Parts {
             guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
             config,
@@ -148,21 +152,24 @@ impl Pepod {
             busy: watch::Sender::new(0),
         }));
         let same_boot = pepod.same_boot().await?;
-        let kept = pepod.sessions().resume(same_boot).await.context("cannot take up what was before")?;
+        let returning = pepod.sessions().resume(same_boot).await.context("cannot take up what was before")?;
         let key = pepod.first_key().await?;
         for (socket, listener) in [(operator, Listener::Operator), (edge, Listener::Edge { uid: edge_uid })] {
             socket.set_nonblocking(true)?;
             tokio::spawn(server::serve(pepod.clone(), listener, tokio::net::UnixListener::from_std(socket)?));
         }
         pepod.say_ready(ready, key)?;
-        tracing::info!(tag = %tag, adopted = kept.len(), runs_on = pepod.0.runs_on, "ready");
-        let swept = pepod.clone();
+        tracing::info!(tag = %tag, taken_up = returning.count(), runs_on = pepod.0.runs_on, "ready");
+        let settling = pepod.clone();
         tokio::spawn(async move {
-            match swept.0.sessions.host().sweep(&kept).await {
+            let sessions = settling.sessions();
+            returning.done(sessions).await;
+            match sessions.host().sweep(&sessions.sandboxes()).await {
                 Ok(left) if left.is_empty() => {}
                 Ok(left) => tracing::info!(found = left.len(), "swept what was left of an earlier life"),
                 Err(error) => tracing::error!(%error, "could not sweep"),
             }
+            sessions.pool().clone().run(sessions.clone()).await;
         });
         let forgetting = pepod.clone();
         tokio::spawn(async move { forgetting.sessions().forget(forgetting.config().retention).await });

@@ -4,7 +4,7 @@
 //! bounded. Everything that a peer can make grow has a limit here. Called by `main` and, in a guest, by `init`.
 //!
 //! ```text
-//!   accept -> first frame within 10 s, a Request -> room among the streams? -> the operation -> End -> host closes
+//!   accept -> first frame within 10 s (once activated), a Request -> room among the streams? -> the operation -> End -> host closes
 //! ```
 
 use std::cell::{Cell, RefCell};
@@ -37,7 +37,7 @@ use crate::user::{User, Users};
 use crate::wire::Wire;
 use crate::{dial, files, share};
 
-/// How long a new stream may take to send its Request.
+/// How long a new stream may take to send its Request, once the guest is somebody's.
 const FIRST_FRAME: Duration = Duration::from_secs(10);
 
 /// How long ended commands' output is kept (surface: "at most 10 min after its end").
@@ -364,11 +364,22 @@ impl Agent {
     }
 
     async fn talk(self: Rc<Self>, mut stream: Stream) {
-        let request = match timeout(FIRST_FRAME, stream.receive()).await {
-            Ok(Ok(Some(Frame::Request(request)))) => request,
-            Ok(Ok(Some(_))) => return stream.end(failed(FailureCode::Invalid, "a stream begins with a request")).await,
-            Ok(Ok(None)) | Err(_) | Ok(Err(pepo_proto::Error::Io(_) | pepo_proto::Error::Truncated)) => return,
-            Ok(Err(error)) => return stream.end(failed(FailureCode::Invalid, explain(&error))).await,
+        let first = {
+            let mut receiving = std::pin::pin!(stream.receive());
+            loop {
+                match timeout(FIRST_FRAME, &mut receiving).await {
+                    Ok(first) => break first,
+                    // Until the guest is somebody's, the host may keep streams ready for whoever that will be.
+                    Err(_) if self.activation.borrow().is_none() => {}
+                    Err(_) => return,
+                }
+            }
+        };
+        let request = match first {
+            Ok(Some(Frame::Request(request))) => request,
+            Ok(Some(_)) => return stream.end(failed(FailureCode::Invalid, "a stream begins with a request")).await,
+            Ok(None) | Err(pepo_proto::Error::Io(_) | pepo_proto::Error::Truncated) => return,
+            Err(error) => return stream.end(failed(FailureCode::Invalid, explain(&error))).await,
         };
         if !request.operation.is_urgent() && self.streams.get() > MAX_STREAMS - URGENT_STREAMS {
             return stream.end(failed(FailureCode::Busy, "all streams are in use")).await;

@@ -236,6 +236,9 @@ impl Prepared {
     }
 }
 
+/// Streams of a guest that waits: one for Activate, one for the first command.
+const POISED: usize = 2;
+
 /// How long between two tries to reach a guest that does not answer yet.
 const KNOCK: Duration = Duration::from_millis(20);
 
@@ -304,6 +307,15 @@ impl Warm {
     /// From the start of its processes to its first answer.
     pub fn took(&self) -> Duration {
         self.took
+    }
+
+    /// Makes it ready to wait for whoever will claim it: the streams of its activation and of the first command are connected
+    /// ahead.
+    ///
+    /// # Errors
+    /// The guest gives none: it is of no use, and is to be released.
+    pub async fn poise(&self) -> Result<(), guest::Error> {
+        self.guest.hold(POISED).await
     }
 
     /// The guest, to ask whether it is there: it takes nothing else before it is activated.

@@ -95,7 +95,10 @@ async fn build(State(pepod): State<Pepod>, Json(body): Json<BuildImage>) -> Resu
         async move {
             let _busy = pepod.busy();
             let last = match pepod.images().build(pepod.sessions().host(), order, &events).await {
-                Ok((image, cached)) => BuildEvent::Done { image: shown(&pepod, &image), cached },
+                Ok((image, cached)) => {
+                    pepod.sessions().pool().images_changed();
+                    BuildEvent::Done { image: shown(&pepod, &image), cached }
+                }
                 Err(error) => {
                     let Problem(error) = error.into();
                     BuildEvent::Failed { error: *error }
@@ -131,12 +134,14 @@ fn name(event: &BuildEvent) -> &'static str {
 async fn remove(State(pepod): State<Pepod>, Path(which): Path<String>) -> Result<Response, Problem> {
     let uses = pepod.sessions().images_in_use();
     let image = off(&pepod, move |images| images.remove(&which, |id| uses.get(id).copied().unwrap_or(0))).await?;
+    pepod.sessions().pool().images_changed();
     Ok(removed(vec![image]))
 }
 
 async fn gc(State(pepod): State<Pepod>) -> Result<Response, Problem> {
     let uses = pepod.sessions().images_in_use();
     let gone = off(&pepod, move |images| images.gc(|id| uses.get(id).copied().unwrap_or(0))).await?;
+    pepod.sessions().pool().images_changed();
     Ok(removed(gone))
 }
 

@@ -48,6 +48,9 @@ async fn doctor(State(pepod): State<Pepod>) -> Response {
         tokio::task::spawn_blocking(move || crate::doctor::anybody(&config))
     };
     checks.extend(looking.await.unwrap_or_default());
+    let capacity = pepod.sessions().capacity();
+    checks.push(crate::doctor::capacity(capacity.budget(), &capacity.load()));
+    checks.extend(crate::doctor::pool(&pepod.sessions().pool().status()));
     checks.push(crate::doctor::debts(&pepod.sessions().owed()));
     axum::Json(DoctorReport { checks }).into_response()
 }

@@ -6,21 +6,41 @@
 use jiff::Timestamp;
 use pepo_api::Reason;
 use pepo_sandbox::proto::Activate;
-use pepo_sandbox::{Active, Exit, Plan, chain};
+use pepo_sandbox::{Active, Exit, Warm, chain};
 use tokio_util::sync::CancellationToken;
 
 use super::state::{Cause, Tenure};
 use super::{Files, Session, Sessions};
+use crate::pool::Shape;
 use crate::store::{Claim, Write};
 
 /// Fresh bytes for a guest's random generator.
 const ENTROPY: usize = 256;
 
+/// Where the Sandbox comes from.
+#[derive(Debug)]
+pub(super) enum From {
+    /// It is to be made.
+    Files {
+        /// Of this.
+        files: Files,
+        /// In this shape.
+        shape: Shape,
+    },
+    /// It waits ready.
+    Warm {
+        /// It.
+        warm: Warm,
+        /// Whether the store knows whose it is.
+        committed: bool,
+    },
+}
+
 /// Makes a Sandbox and gives it to the Session. What fails gives everything back.
 pub(super) async fn make(
     sessions: Sessions,
     session: Session,
-    files: Files,
+    from: From,
     tenure: Tenure,
     cancel: CancellationToken,
 ) -> Result<Active, Cause> {
@@ -34,7 +54,7 @@ pub(super) async fn make(
         late.cancel();
     });
     let begun = tokio::time::Instant::now();
-    let made = attempt(&sessions, &session, files, tenure, id, &cancel).await;
+    let made = attempt(&sessions, &session, from, tenure, id, &cancel).await;
     timer.abort();
     match made {
         Ok(active) => Ok(active),
@@ -51,42 +71,45 @@ pub(super) async fn make(
 async fn attempt(
     sessions: &Sessions,
     session: &Session,
-    files: Files,
+    from: From,
     tenure: Tenure,
     id: pepo_sandbox::SandboxId,
     cancel: &CancellationToken,
 ) -> Result<Active, Cause> {
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
-    // Recorded before the first thing is taken.
-    inner.store.write(Write::NewSandbox(tenure.sandbox)).await.map_err(|error| failed(&error))?;
-    let turn = tokio::select! {
-        biased;
-        () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
-        turn = inner.capacity.turn() => turn,
-    };
-    let spec = session.now().spec;
-    let plan = Plan {
-        id,
-        vmm: inner.vmm,
-        kernel: files.kernel,
-        initramfs: files.initramfs,
-        root: files.root,
-        memory_mib: spec.memory_mib,
-        cpus: spec.cpus,
-        disk_mib: spec.disk_mib,
-    };
-    let warm = pepo_sandbox::boot(&inner.host, plan, cancel).await.map_err(|error| boot_cause(&error))?;
-    tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
-    drop(turn);
-    // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
-    let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
-    if let Err(error) = inner.store.write(Write::Claim(claim)).await {
-        let cause = failed(&error);
-        if let Err(error) = warm.release().await {
-            tracing::error!(sandbox = %id, %error, "not everything was given back");
+    let (warm, committed) = match from {
+        From::Warm { warm, committed } => (warm, committed),
+        From::Files { files, shape } => {
+            // Recorded before the first thing is taken.
+            inner.store.write(Write::NewSandbox(tenure.sandbox)).await.map_err(|error| failed(&error))?;
+            let its_turn = async {
+                // What the pool has too much of is given back first.
+                inner.capacity.settled().await;
+                inner.capacity.turn().await
+            };
+            let turn = tokio::select! {
+                biased;
+                () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
+                turn = its_turn => turn,
+            };
+            let booted = pepo_sandbox::boot(&inner.host, shape.plan(id, &files), cancel).await;
+            let warm = booted.map_err(|error| boot_cause(&error))?;
+            tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
+            drop(turn);
+            (warm, false)
         }
-        return Err(cause);
+    };
+    // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
+    if !committed {
+        let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
+        if let Err(error) = inner.store.write(Write::Claim(claim)).await {
+            let cause = failed(&error);
+            if let Err(error) = warm.release().await {
+                tracing::error!(sandbox = %id, %error, "not everything was given back");
+            }
+            return Err(cause);
+        }
     }
     let mut entropy = vec![0; ENTROPY];
     rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())

@@ -24,7 +24,8 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::state::{self, Cause, Effect, Event, State, Tenure};
-use super::{Ask, Error, Files, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id, setup};
+use super::table::Room;
+use super::{Ask, Error, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id, setup};
 use crate::capacity::Place;
 use crate::store::Write;
 
@@ -41,7 +42,7 @@ const COARSE: i64 = 2_000;
 #[derive(Debug)]
 pub(super) enum Start {
     /// With nothing: a Sandbox of this Image is to be made.
-    New(Files, Place),
+    New(Room),
     /// With a Sandbox that an earlier life of this daemon made.
     Adopted(Box<Active>, Tenure, Place),
     /// With a Sandbox that is gone already.
@@ -57,7 +58,7 @@ enum Work {
     Nothing,
     /// It looks for room for a Sandbox; whoever asked for it is answered.
     Seeking {
-        task: AbortOnDropHandle<Result<(Files, Place), Error>>,
+        task: AbortOnDropHandle<Result<Room, Error>>,
         asked: Vec<oneshot::Sender<Result<u64, Error>>>,
     },
     Booting {
@@ -77,7 +78,7 @@ struct Driver {
     asks: mpsc::Receiver<Ask>,
     terminate: watch::Receiver<Option<Cause>>,
     activity: watch::Receiver<activity::Activity>,
-    files: Option<Files>,
+    room: Option<Room>,
     work: Work,
     /// Events that effects brought about.
     pending: std::collections::VecDeque<Event>,
@@ -93,7 +94,7 @@ pub(super) fn spawn(sessions: Sessions, session: Session, asks: mpsc::Receiver<A
         sessions,
         session,
         asks,
-        files: None,
+        room: None,
         work: Work::Nothing,
         pending: Default::default(),
         place: None,
@@ -132,9 +133,9 @@ async fn abandon(sessions: &Sessions, session: &Session) {
 impl Driver {
     async fn run(mut self, start: Start) {
         match start {
-            Start::New(files, place) => match self.tenure() {
+            Start::New(room) => match self.tenure(&room) {
                 Ok(tenure) => {
-                    (self.files, self.place) = (Some(files), Some(place));
+                    self.room = Some(room);
                     self.pending.push_back(Event::Begin(tenure));
                 }
                 Err(error) => {
@@ -182,8 +183,11 @@ impl Driver {
     }
 
     /// A Sandbox for the next activation.
-    fn tenure(&self) -> Result<Tenure, Error> {
-        let id = self.sessions.0.host.new_id()?;
+    fn tenure(&self, room: &Room) -> Result<Tenure, Error> {
+        let id = match room.sandbox() {
+            Some(waits) => waits,
+            None => self.sessions.0.host.new_id()?,
+        };
         Ok(Tenure { sandbox: sandbox_id(id), activation: self.session.now().activation + 1 })
     }
 
@@ -243,8 +247,8 @@ impl Driver {
         match progress {
             Progress::Sought(found) => {
                 let Work::Seeking { asked, .. } = std::mem::replace(&mut self.work, Work::Nothing) else { return None };
-                let found = found.and_then(|(files, place)| Ok((files, place, self.tenure()?)));
-                let (files, place, tenure) = match found {
+                let found = found.and_then(|room| Ok((self.tenure(&room)?, room)));
+                let (tenure, room) = match found {
                     Ok(found) => found,
                     Err(error) => {
                         let told = Cause::told(Reason::SetupFailed, pepo_sandbox::chain(&error));
@@ -252,7 +256,7 @@ impl Driver {
                         return (self.session.now().state == State::Requested).then_some(Event::Failed(told));
                     }
                 };
-                (self.files, self.place) = (Some(files), Some(place));
+                self.room = Some(room);
                 for asked in asked {
                     // Whoever asked may have gone: the Sandbox is made all the same, and goes when nothing uses it.
                     let _ = asked.send(Ok(tenure.activation));
@@ -462,7 +466,7 @@ impl Driver {
     /// Looks for room, on a task of its own: it may have to wait for its turn.
     fn seek(&mut self, asked: Vec<oneshot::Sender<Result<u64, Error>>>) {
         let (sessions, app, spec) = (self.sessions.clone(), self.session.app(), self.session.now().spec);
-        let room = async move { sessions.room(app, spec.image_id.to_string(), spec.needs()).await };
+        let room = async move { sessions.room(app, spec.image_id.to_string(), &spec).await };
         self.work = Work::Seeking { task: AbortOnDropHandle::new(tokio::spawn(room)), asked };
     }
 
@@ -498,14 +502,24 @@ impl Driver {
     }
 
     fn boot(&mut self) {
-        let (Some(files), Some(tenure)) = (self.files.take(), self.session.now().state.tenure()) else {
-            let cause = Cause::told(Reason::SetupFailed, "no Image to start from");
+        let (Some(room), Some(tenure)) = (self.room.take(), self.session.now().state.tenure()) else {
+            let cause = Cause::told(Reason::SetupFailed, "nothing to start from");
             return self.pending.push_back(Event::Failed(cause));
+        };
+        let (files, shape, committed) = (room.files.clone(), room.shape, room.committed);
+        let Some((place, warm)) = room.part() else {
+            let cause = Cause::told(Reason::SetupFailed, "the waiting Sandbox is gone");
+            return self.pending.push_back(Event::Failed(cause));
+        };
+        self.place = Some(place);
+        let from = match warm {
+            Some(warm) => activation::From::Warm { warm, committed },
+            None => activation::From::Files { files, shape },
         };
         let cancel = CancellationToken::new();
         let (sessions, session, until) = (self.sessions.clone(), self.session.clone(), cancel.clone());
         let made = async move {
-            let active = activation::make(sessions.clone(), session.clone(), files, tenure, until.clone()).await?;
+            let active = activation::make(sessions.clone(), session.clone(), from, tenure, until.clone()).await?;
             setup::run(&sessions, &session, active, tenure.activation, &until).await
         };
         self.work = Work::Booting { task: tokio::spawn(made), cancel };
@@ -633,7 +647,7 @@ enum Woken {
 }
 
 enum Progress {
-    Sought(Result<(Files, Place), Error>),
+    Sought(Result<Room, Error>),
     Booted(Result<Active, Cause>),
     Ended,
     Silent,

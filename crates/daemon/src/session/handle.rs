@@ -96,6 +96,8 @@ pub(super) struct Shared {
     pub(super) asks: mpsc::Sender<Ask>,
     pub(super) commands: Commands,
     pub(super) services: Services,
+    /// Whether it is being taken up after a restart: what its guest runs is not known yet.
+    pub(super) returning: watch::Sender<bool>,
 }
 
 /// A handle on one Session. Cloning is cheap.
@@ -122,6 +124,13 @@ impl Session {
     /// Its App.
     pub fn app(&self) -> AppId {
         self.0.app
+    }
+
+    /// Returns when it is known what goes on in its Sandbox, which after a restart takes a moment.
+    pub async fn is_back(&self) {
+        let mut returning = self.0.returning.subscribe();
+        // An error means that nobody takes it up any more: what is known is all.
+        let _ = returning.wait_for(|returning| !returning).await;
     }
 
     /// When it was asked for.

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use pepo_api::{AppId, Ended, ImageId, Reason, SandboxId, SessionId};
-use pepo_sandbox::{Exit, Host, Vmm};
+use pepo_sandbox::{Exit, Host, Vmm, Warm};
 use tokio::sync::{mpsc, watch};
 
 use super::handle::{ASKS, Ask, Shared};
@@ -14,8 +14,9 @@ use super::{
     Commands, Error, Files, FindImage, Published, Services, Session, Shelf, Spec, activity, driver, engine_id,
     sandbox_id,
 };
-use crate::capacity::{Capacity, Needs, Place};
-use crate::config::{Retention, SandboxConfig};
+use crate::capacity::{Capacity, Place};
+use crate::config::{PoolConfig, Retention, SandboxConfig};
+use crate::pool::{Claimed, Pool, Shape};
 use crate::store::{self, SessionRow, Store, Write};
 
 /// What a new Session needs to be made.
@@ -42,6 +43,7 @@ pub(super) struct Inner {
     pub(super) store: Store,
     pub(super) host: Host,
     pub(super) capacity: Capacity,
+    pub(super) pool: Pool,
     pub(super) find_image: FindImage,
     pub(super) config: SandboxConfig,
     pub(super) vmm: Vmm,
@@ -57,13 +59,21 @@ impl std::fmt::Debug for Sessions {
 
 impl Sessions {
     /// An empty table.
-    pub fn new(store: Store, host: Host, find_image: FindImage, config: SandboxConfig, vmm: Vmm) -> Self {
+    pub fn new(
+        store: Store,
+        host: Host,
+        find_image: FindImage,
+        config: SandboxConfig,
+        pool: PoolConfig,
+        vmm: Vmm,
+    ) -> Self {
         Sessions(Arc::new(Inner {
             live: Mutex::default(),
             opening: watch::Sender::default(),
             count: watch::Sender::new(0),
             draining: watch::Sender::new(false),
             capacity: Capacity::new(config.budget, config.boots),
+            pool: Pool::new(pool, vmm),
             store,
             host,
             find_image,
@@ -103,9 +113,19 @@ impl Sessions {
     /// # Errors
     /// [`Error::Draining`], [`Error::NoImage`], [`Error::Full`], a name that is taken.
     pub async fn create(&self, new: NewSession) -> Result<Session, Error> {
+        let sessions = self.clone();
+        // A caller that leaves must not leave a record, or a claimed Sandbox, that nobody drives.
+        let making = tokio::spawn(async move { sessions.make(new).await });
+        making.await.unwrap_or_else(|error| {
+            tracing::error!(%error, "making a Session ended in a panic");
+            Err(Error::Store(store::Error::Closed))
+        })
+    }
+
+    async fn make(&self, new: NewSession) -> Result<Session, Error> {
         let NewSession { app, mut spec, expires_at } = new;
-        let (files, place) = self.room(app, spec.image.clone(), spec.needs()).await?;
-        spec.image_id = files.id;
+        let mut room = self.room(app, spec.image.clone(), &spec).await?;
+        spec.image_id = room.files.id;
         let published = Published {
             generation: 1,
             state: State::Requested,
@@ -119,24 +139,76 @@ impl Sessions {
             ended: None,
         };
         let (session, asks) = self.handle(SessionId::generate(), app, store::now(), published);
-        self.0.store.write(Write::NewSession(Box::new(session.row()))).await?;
+        let row = Box::new(session.row());
+        match room.claim(session.id(), 1) {
+            None => self.0.store.write(Write::NewSession(row)).await?,
+            // One commit for both: a Session that begins warm waits for the disk once.
+            Some(claim) => match self.0.store.write(Write::NewSessionOn(row, claim)).await {
+                Ok(()) => room.committed = true,
+                Err(error) => {
+                    if !matches!(error, store::Error::NameTaken(_)) {
+                        // Whose it is now is not known.
+                        room.discard().await;
+                    }
+                    return Err(error.into());
+                }
+            },
+        }
         self.0.store.record(session.event("session.created"));
         self.enter(&session);
-        driver::spawn(self.clone(), session.clone(), asks, driver::Start::New(files, place));
+        driver::spawn(self.clone(), session.clone(), asks, driver::Start::New(room));
         Ok(session)
     }
 
-    /// What a new Sandbox begins with: its Image's files, and room for it.
+    /// What a new Sandbox begins with: its Image's files, and room for it; where one like it waits in the pool, that one.
     ///
     /// # Errors
     /// [`Error::Draining`], [`Error::NoImage`], [`Error::Full`].
-    pub(super) async fn room(&self, app: AppId, image: String, needs: Needs) -> Result<(Files, Place), Error> {
+    pub(super) async fn room(&self, app: AppId, image: String, spec: &Spec) -> Result<Room, Error> {
         if *self.0.draining.borrow() {
             return Err(Error::Draining);
         }
         let files = (self.0.find_image)(image).await?;
-        let place = self.0.capacity.admit(app, needs).await?;
-        Ok((files, place))
+        let shape = Shape::of(spec, files.id, self.0.vmm);
+        let committed = false;
+        if let Some(mut claimed) = self.0.pool.claim(self, &shape)
+            && claimed.admit()
+        {
+            return Ok(Room { files, shape, supply: Supply::Warm(claimed), committed });
+        }
+        let place = self.0.capacity.admit(app, spec.needs()).await?;
+        if *self.0.draining.borrow() {
+            return Err(Error::Draining);
+        }
+        // It had to wait, and one may have become ready meanwhile: its own place is one too many.
+        let supply = match self.0.pool.claim(self, &shape) {
+            Some(claimed) => Supply::Warm(claimed.with(place)),
+            None => Supply::Cold(place),
+        };
+        Ok(Room { files, shape, supply, committed })
+    }
+
+    /// The files of an Image.
+    ///
+    /// # Errors
+    /// [`Error::NoImage`].
+    pub async fn find_files(&self, image: String) -> Result<Files, Error> {
+        (self.0.find_image)(image).await
+    }
+
+    /// The count of what Sandboxes use.
+    pub fn capacity(&self) -> &Capacity {
+        &self.0.capacity
+    }
+
+    /// Those that wait ready.
+    pub fn pool(&self) -> &Pool {
+        &self.0.pool
+    }
+
+    /// How many commands run now, without Services.
+    pub fn commands_running(&self) -> usize {
+        self.live().values().map(|session| session.commands().running() as usize).sum()
     }
 
     pub(super) fn handle(
@@ -157,6 +229,7 @@ impl Sessions {
             asks,
             commands: Commands::new(self.0.store.clone(), self.0.shelf.clone()),
             services: Services::default(),
+            returning: watch::Sender::new(false),
         };
         (Session(Arc::new(shared)), asked)
     }
@@ -194,6 +267,7 @@ impl Sessions {
     /// [`Error::NotFound`].
     pub async fn find(&self, app: AppId, which: &str) -> Result<Found, Error> {
         if let Some(session) = self.find_live(app, which) {
+            session.is_back().await;
             return Ok(Found::Live(session));
         }
         let row = match which.parse::<SessionId>() {
@@ -221,11 +295,13 @@ impl Sessions {
         self.0.count.subscribe()
     }
 
-    /// Every Sandbox that a live Session accounts for.
+    /// Every Sandbox that a live Session or the pool accounts for.
     pub fn sandboxes(&self) -> Vec<pepo_sandbox::SandboxId> {
+        // The pool first: one that is claimed meanwhile is in both, not in neither.
+        let spare = self.0.pool.sandboxes();
         let live = self.live();
         let tenures = live.values().filter_map(|session| session.0.published.borrow().state.tenure());
-        tenures.filter_map(|tenure| engine_id(tenure.sandbox)).collect()
+        spare.into_iter().chain(tenures.filter_map(|tenure| engine_id(tenure.sandbox))).collect()
     }
 
     /// Live Sessions by Image.
@@ -262,12 +338,13 @@ impl Sessions {
                 Lives::Again => drop(session.release(Cause::plain(reason)).await),
             }
         });
-        let _ = tokio::time::timeout(within, futures_util::future::join_all(ending)).await;
+        let ending = futures_util::future::join_all(ending);
+        let _ = tokio::time::timeout(within, async { tokio::join!(ending, self.0.pool.close(within)) }).await;
     }
 
     /// Gives back everything of a Sandbox whose making failed or whose record is all there is. What is owed is remembered
     /// and tried again.
-    pub(super) async fn bury(&self, id: pepo_sandbox::SandboxId) {
+    pub(crate) async fn bury(&self, id: pepo_sandbox::SandboxId) {
         match self.0.host.release(id).await {
             Ok(()) => self.settled(id).await,
             Err(error) => self.owe(id, error.to_string()),
@@ -282,13 +359,13 @@ impl Sessions {
         }
     }
 
-    pub(super) async fn settled(&self, id: pepo_sandbox::SandboxId) {
+    pub(crate) async fn settled(&self, id: pepo_sandbox::SandboxId) {
         let api = sandbox_id(id);
         self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).remove(&api);
         self.0.store.write_later(Write::DropSandbox(api)).await;
     }
 
-    pub(super) fn owe(&self, id: pepo_sandbox::SandboxId, what: String) {
+    pub(crate) fn owe(&self, id: pepo_sandbox::SandboxId, what: String) {
         tracing::error!(sandbox = %id, owed = what, "not everything was given back; trying again");
         let first = self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).insert(sandbox_id(id), what).is_none();
         if first {
@@ -331,6 +408,56 @@ impl Sessions {
                 tokio::time::sleep(Duration::from_secs(60)).await;
                 self.0.shelf.tidy();
             }
+        }
+    }
+}
+
+/// What an activation begins with.
+#[derive(Debug)]
+pub(super) struct Room {
+    /// Its Image's.
+    pub files: Files,
+    /// What is made, where nothing is there yet.
+    pub shape: Shape,
+    supply: Supply,
+    /// Whether the store knows whose the waiting Sandbox is.
+    pub committed: bool,
+}
+
+#[derive(Debug)]
+enum Supply {
+    Cold(Place),
+    Warm(Claimed),
+}
+
+impl Room {
+    /// The Sandbox that waits ready, if one does.
+    pub fn sandbox(&self) -> Option<pepo_sandbox::SandboxId> {
+        match &self.supply {
+            Supply::Cold(_) => None,
+            Supply::Warm(claimed) => claimed.id(),
+        }
+    }
+
+    fn claim(&self, session: SessionId, activation: u64) -> Option<store::Claim> {
+        Some(store::Claim { sandbox: sandbox_id(self.sandbox()?), session, activation })
+    }
+
+    /// Its place, and the Sandbox that waits ready.
+    pub fn part(self) -> Option<(Place, Option<Warm>)> {
+        match self.supply {
+            Supply::Cold(place) => Some((place, None)),
+            Supply::Warm(claimed) => claimed.take().map(|(warm, place)| (place, Some(warm))),
+        }
+    }
+
+    /// Gives it back to the host: nobody may have it.
+    async fn discard(self) {
+        if let Some((place, Some(warm))) = self.part() {
+            if let Err(error) = warm.release().await {
+                tracing::error!(%error, "not everything was given back");
+            }
+            drop(place);
         }
     }
 }

@@ -22,7 +22,7 @@ mod stream;
 
 use std::future::poll_fn;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pepo_proto::{
@@ -118,6 +118,8 @@ struct Shared {
     ordinary: Arc<Semaphore>,
     attach: Arc<Semaphore>,
     control: Arc<Semaphore>,
+    /// Connected, and nothing said on them yet.
+    held: Mutex<Vec<tokio::net::UnixStream>>,
 }
 
 impl Guest {
@@ -134,6 +136,7 @@ impl Guest {
             ordinary: Arc::new(Semaphore::new(MAX_STREAMS - URGENT_STREAMS)),
             attach: Arc::new(Semaphore::new(ATTACH_STREAMS)),
             control: Arc::new(Semaphore::new(URGENT_STREAMS - ATTACH_STREAMS)),
+            held: Mutex::default(),
         }))
     }
 
@@ -152,6 +155,16 @@ impl Guest {
             Some(hello) if (OLDEST_GENERATION..=GENERATION).contains(&hello.generation) => Ok(hello),
             _ => Err(Error::Protocol(pepo_proto::Error::Order("a generation that was not offered"))),
         }
+    }
+
+    /// Connects streams ahead of need, so that the first operations do not wait for that. A guest keeps them open until it
+    /// is activated, and for 10 s after that.
+    pub(crate) async fn hold(&self, streams: usize) -> Result<(), Error> {
+        for _ in 0..streams {
+            let stream = self.connect().await?;
+            lock(&self.0.held).push(stream);
+        }
+        Ok(())
     }
 
     /// Turns a fresh guest into this Sandbox. A second time is [`pepo_proto::FailureCode::State`].
@@ -249,11 +262,45 @@ impl Guest {
     /// Starts an operation: a permit, a stream, the Request, and Accepted.
     async fn open(&self, op: OpId, operation: Operation) -> Result<Talk, Error> {
         let permit = self.permit(&operation)?;
+        // Who asks whether a guest is there takes none of those that are for its first work.
+        if !matches!(operation, Operation::Ping | Operation::Hello(_))
+            && let Some(stream) = self.held()
+        {
+            match self.open_on(stream, op, operation.clone(), permit).await {
+                // The guest closed it at this moment, and nothing was asked; or it was, and the same name asks again.
+                Err(Error::Lost(_)) => {
+                    let permit = self.permit(&operation)?;
+                    return self.open_on(self.connect().await?, op, operation, permit).await;
+                }
+                opened => return opened,
+            }
+        }
+        self.open_on(self.connect().await?, op, operation, permit).await
+    }
+
+    async fn connect(&self) -> Result<tokio::net::UnixStream, Error> {
+        let after = self.0.deadlines.connect;
+        let connected = tokio::time::timeout(after, self.0.connector.connect()).await;
+        connected.map_err(|_| Error::Timeout { what: "give a stream", after })?.map_err(Error::Unreachable)
+    }
+
+    /// A stream that was connected ahead, if one is still open.
+    fn held(&self) -> Option<tokio::net::UnixStream> {
+        let mut held = lock(&self.0.held);
+        std::iter::from_fn(|| held.pop()).find(|stream| {
+            let peeked = rustix::net::recv(stream, &mut [0_u8; 1], rustix::net::RecvFlags::PEEK);
+            matches!(peeked, Err(rustix::io::Errno::WOULDBLOCK))
+        })
+    }
+
+    async fn open_on(
+        &self,
+        stream: tokio::net::UnixStream,
+        op: OpId,
+        operation: Operation,
+        permit: OwnedSemaphorePermit,
+    ) -> Result<Talk, Error> {
         let deadlines = self.0.deadlines;
-        let stream = tokio::time::timeout(deadlines.connect, self.0.connector.connect())
-            .await
-            .map_err(|_| Error::Timeout { what: "give a stream", after: deadlines.connect })?
-            .map_err(Error::Unreachable)?;
         let leaving = Leaving::of(&operation);
         let request = Request { op, operation };
         let (reader, mut writer) = halves(stream, &request);
@@ -282,6 +329,10 @@ impl Guest {
         };
         order.iter().find_map(|streams| Arc::clone(streams).try_acquire_owned().ok()).ok_or(Error::Busy)
     }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A name for an operation that nobody will ask for again.
