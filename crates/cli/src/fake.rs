@@ -192,6 +192,7 @@ impl One {
                 let head = format!("HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", bytes.len());
                 let _ = stream.write_all(&[head.as_bytes(), &bytes].concat()).await;
             }
+            "command_create" if self.script.never_active => std::future::pending().await,
             "command_create" => match self.script.refuses {
                 Some(code) => refuse(&mut stream, 422, code, "it could not be started").await,
                 None => {

@@ -372,8 +372,8 @@ async fn console(claim: &Claim) -> Vec<String> {
     claim.host.evidence(claim.id).await.map(|evidence| evidence.console.last_lines(20)).unwrap_or_default()
 }
 
-/// How often the console is looked at while a guest boots.
-const LOOK: Duration = Duration::from_millis(10);
+/// How often the console is looked at while a guest boots: one read of a few bytes.
+const LOOK: Duration = Duration::from_millis(3);
 
 /// How long a guest that says nothing on its console is waited for before it is dialled all the same.
 const SAID_WITHIN: Duration = Duration::from_secs(60);

@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::Args;
 use pepo_api::client::Client;
 use pepo_api::query::ShowSession;
-use pepo_api::{CommandId, OnDisconnect, Session, SessionState, UpdateSession};
+use pepo_api::{CommandId, CreateCommand, OnDisconnect, Session, SessionState, UpdateSession};
 
 use super::flags::{How, Shape};
 use crate::fail::{self, Failure, Notes, Outcome, note};
@@ -103,12 +103,14 @@ impl Run {
         let session = client.session_create(&request).await?;
         let name = session.id.to_string();
         let middle = async {
-            match interrupts.unless(self.prepare(&client, &session)).await {
-                Ok(ready) => ready?,
-                Err(caught) => return Ok(Middle::Interrupted(caught)),
+            if !self.copy.is_empty() {
+                match interrupts.unless(self.prepare(&client, &session)).await {
+                    Ok(ready) => ready?,
+                    Err(caught) => return Ok(Middle::Interrupted(caught)),
+                }
             }
-            match interrupts.unless(client.command_create(&name, &command)).await {
-                Ok(created) => drop(created?),
+            match interrupts.unless(self.begin(&client, &session, &command)).await {
+                Ok(begun) => begun?,
                 Err(caught) => return Ok(Middle::Interrupted(caught)),
             }
             if self.detach {
@@ -176,6 +178,40 @@ impl Run {
 
     fn notes(&self) -> Notes {
         if self.quiet { Notes::Off } else { Notes::On }
+    }
+
+    /// Has the command run. It is asked for at once: the daemon waits for the Session to be Active, and a request that is
+    /// there already runs sooner than one that follows the news.
+    async fn begin(&self, client: &Client, session: &Session, command: &CreateCommand) -> Outcome<()> {
+        let name = session.id.to_string();
+        let created = client.command_create(&name, command);
+        tokio::pin!(created);
+        let error = match tokio::time::timeout(PATIENT, &mut created).await {
+            Ok(Ok(_)) => return Ok(()),
+            Ok(Err(error)) => error,
+            Err(_) => {
+                let waited = wait_active(client, session, self.notes());
+                tokio::select! {
+                    biased;
+                    created = &mut created => match created {
+                        Ok(_) => return Ok(()),
+                        Err(error) => error,
+                    },
+                    ended = async {
+                        match waited.await {
+                            Ok(()) => std::future::pending().await,
+                            Err(failure) => failure,
+                        }
+                    } => return Err(ended),
+                }
+            }
+        };
+        // What kept the Session from starting says more than that its command found none.
+        let now = client.session_show(&name, &ShowSession::default()).await;
+        match now {
+            Ok(now) if now.active_at.is_none() && now.ended.is_some() => Err(not_started(&now)),
+            _ => Err(error.into()),
+        }
     }
 
     async fn prepare(&self, client: &Client, session: &Session) -> Outcome<()> {
@@ -468,8 +504,8 @@ mod tests {
     #[tokio::test]
     async fn an_interrupt_before_the_command_cancels_the_start() {
         let never = Script { never_active: true, ..Script::default() };
-        let (code, fake) = interrupted(never, &["--", "x"], &["session_create"]).await;
-        assert_eq!((code.unwrap(), fake.asked()), (130, vec!["session_create".to_owned(), "session_terminate".into()]));
+        let (code, fake) = interrupted(never, &["--", "x"], &["command_create"]).await;
+        assert_eq!((code.unwrap(), &fake.asked()[..]), (130, &["session_create", "command_create", "session_terminate"].map(String::from)[..]));
 
         let dir = tempfile::tempdir().unwrap();
         let hangs = Script { hangs: Some("tar_write"), ..Script::default() };

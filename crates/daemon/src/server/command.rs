@@ -198,6 +198,12 @@ impl Problem {
 /// The JSON form: what was written until the end, or until the wait is over.
 async fn json(mut follower: Follower, wait: Duration, limit: usize) -> Result<Response, Problem> {
     let mut gathered = Gathered::new(follower.next_offset(), limit);
+    if wait.is_zero() && follower.command().is_some_and(|command| !command.is_over()) {
+        // Whoever does not wait comes for the output by another way, from here on.
+        let answer = output(&mut follower, gathered, false);
+        follower.park();
+        return Ok(answer);
+    }
     let deadline = Instant::now() + wait;
     loop {
         match tokio::time::timeout_at(deadline, follower.next()).await {

@@ -21,7 +21,7 @@ use pepo_sandbox::guest::{self, InputEnd, Output};
 use pepo_sandbox::proto::{self, Attach, Cause as End, FailureCode, OpId, Process};
 use tokio::sync::watch;
 
-use super::follow::{Follower, Interest, Leaving};
+use super::follow::{Follower, Interest, Leaving, Parked};
 use super::kept;
 use super::{Error, Serving, Session, Shelf, Ticket};
 use crate::store::{CommandRow, CommandSpec, EndRow, Event, Store, Write};
@@ -90,6 +90,8 @@ pub struct Command {
     input: tokio::sync::Mutex<()>,
     /// Its whole output, while that is small.
     small: Mutex<Option<kept::Output>>,
+    /// The stream it was started by, for a moment after its caller was answered.
+    parked: Mutex<Option<Parked>>,
 }
 
 #[derive(Debug, Default)]
@@ -117,6 +119,7 @@ impl Command {
             seen: Default::default(),
             input: tokio::sync::Mutex::new(()),
             small: Mutex::default(),
+            parked: Mutex::default(),
         }
     }
 
@@ -191,6 +194,16 @@ impl Command {
 
     pub(super) fn keep_small(&self, output: kept::Output) {
         *lock(&self.small) = Some(output);
+    }
+
+    pub(super) fn park(&self, parked: Parked) {
+        *lock(&self.parked) = Some(parked);
+    }
+
+    /// The parked stream, if there is one that stands at this offset.
+    pub(super) async fn unpark(&self, from: u64) -> Option<Box<Follower>> {
+        let parked = lock(&self.parked).take_if(|parked| parked.is_at(from))?;
+        parked.take().await
     }
 
     /// As the API shows it.
@@ -607,10 +620,23 @@ impl Commands {
         Ok(pepo_api::StdinAnswer { next_offset: next, open })
     }
 
+    /// Whether nothing runs, and the guest keeps no output that is not kept here.
+    fn owes_nothing(&self) -> bool {
+        !lock(&self.table).forgot
+            && self.all().iter().all(|command| match command.status() {
+                Status::Ended(row) => row.stdout_bytes + row.stderr_bytes == 0 || lock(&command.small).is_some(),
+                Status::NotStarted { .. } => true,
+                Status::Starting | Status::Running => false,
+            })
+    }
+
     /// The first part of the stop path: ends what runs, for that reason, and saves what was written and not yet seen.
     pub(super) async fn wind_up(&self, guest: &guest::Guest, reason: Reason) {
         lock(&self.table).ending = Some(reason);
         let work = async {
+            if self.owes_nothing() {
+                return;
+            }
             let running: Vec<_> = self.all().into_iter().filter(|command| !command.is_over()).collect();
             let ending = running.iter().map(|command| guest.cancel(command.op()));
             futures_util::future::join_all(ending).await;

@@ -541,10 +541,14 @@ impl Driver {
                 let reason = session.now().state.cause().map_or(Reason::Unknown, |cause| cause.reason);
                 session.0.published.send_modify(|published| published.guest = None);
                 self.work = Work::Stopping(tokio::spawn(async move {
-                    if !grace.is_zero() {
-                        session.commands().wind_up(active.guest(), reason).await;
+                    if grace.is_zero() {
+                        return active.stop(grace).await;
                     }
-                    active.stop(grace).await
+                    // The guest's orderly end is for its programs and for what outlasts it. Where no command runs and nothing
+                    // outlasts it there is neither, and it costs more than all the rest of the end.
+                    let at_rest = session.commands().running() == 0;
+                    session.commands().wind_up(active.guest(), reason).await;
+                    active.stop(if at_rest { Duration::ZERO } else { grace }).await
                 }));
             }
             busy @ (Work::Stopping(_) | Work::Booting { .. } | Work::Seeking { .. }) => self.work = busy,

@@ -4,6 +4,7 @@
 //! caller. A stream that breaks while the Sandbox serves is made again from where it was; a Sandbox that ends is told as
 //! the command's end. Dropping a follower is the caller's leaving.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -11,6 +12,7 @@ use bytes::Bytes;
 use pepo_api::Reason;
 use pepo_sandbox::guest::{self, Exec, Output};
 use pepo_sandbox::proto::{Attach, Channel, FailureCode};
+use tokio::sync::oneshot;
 
 use super::command::{Command, Status, not_started, shown_row};
 use super::{Error, Session, Shelf, kept};
@@ -22,6 +24,32 @@ const SMALL: u64 = 16 * 1024;
 
 /// How long a broken stream is taken up again before the guest counts as gone.
 const RESUME: Duration = Duration::from_secs(30);
+
+/// How long the stream of a command that was just started stays for the caller to come back to it by another connection.
+const PARKED: Duration = Duration::from_secs(1);
+
+/// A stream that waits for its caller to come back.
+#[derive(Debug)]
+pub(super) struct Parked {
+    /// The offset it stands at.
+    from: u64,
+    /// Where it is asked for.
+    wanted: oneshot::Sender<oneshot::Sender<Box<Follower>>>,
+}
+
+impl Parked {
+    /// Whether it stands there.
+    pub(super) fn is_at(&self, offset: u64) -> bool {
+        self.from == offset
+    }
+
+    /// The stream, unless it has been given up meanwhile.
+    pub(super) async fn take(self) -> Option<Box<Follower>> {
+        let (to, taken) = oneshot::channel();
+        self.wanted.send(to).ok()?;
+        taken.await.ok()
+    }
+}
 
 /// How a caller leaves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,8 +121,8 @@ pub struct Follower {
     /// Bytes of each output, while it was followed from the beginning without a hole.
     counts: Option<[u64; 2]>,
     small: Option<kept::Output>,
-    /// An item that was read before its time.
-    first: Option<Item>,
+    /// Items that were read before their time.
+    ahead: VecDeque<Item>,
     leaving: Leaving,
     input: Option<guest::Input>,
     /// Whether the caller has been given anything yet.
@@ -123,7 +151,7 @@ impl Follower {
             next,
             counts: (next == 0).then_some([0, 0]),
             small: None,
-            first: None,
+            ahead: VecDeque::new(),
             leaving: Leaving::Gone,
             input: None,
             begun: false,
@@ -147,7 +175,8 @@ impl Follower {
             Some(Ok(Output::Started { .. })) => command.runs(),
             Some(Ok(other)) => {
                 command.runs();
-                self.first = self.item(other);
+                let item = self.item(other);
+                self.ahead.extend(item);
             }
             Some(Err(error @ guest::Error::Failed(_))) => {
                 return Err(session.commands().failed_to_start(&session, &command, error).await);
@@ -182,6 +211,11 @@ impl Follower {
         input: bool,
         interest: Interest,
     ) -> Result<Self, Error> {
+        if interest == Interest::Caller
+            && let Some(follower) = command.unpark(from).await
+        {
+            return Ok(follower.taken_up(input));
+        }
         let mut follower = Follower::new(Who::Known(session.clone(), command), Source::None, from, interest);
         match follower.connect(input).await {
             Ok(()) => Ok(follower),
@@ -245,15 +279,70 @@ impl Follower {
         self.leaving = Leaving::Answered;
     }
 
+    /// The caller is answered and may come back at once for what follows, as `pepo run` does: the guest's stream is kept for
+    /// that, since a new one would take the guest as long as a small program. What comes meanwhile is read as far as it is
+    /// small, so that an end is known when it comes.
+    pub fn park(mut self) {
+        self.answered();
+        let Who::Known(_, command) = &self.who else { return };
+        let Source::Live(exec) = &self.source else { return };
+        let fed_elsewhere = command.spec().stdin && !exec.has_input();
+        if !self.ahead.is_empty() || fed_elsewhere {
+            return;
+        }
+        let (wanted, mut asked) = oneshot::channel();
+        command.park(Parked { from: self.next, wanted });
+        tokio::spawn(async move {
+            let wait = tokio::time::sleep(PARKED);
+            tokio::pin!(wait);
+            let (from, mut over) = (self.next, false);
+            loop {
+                let full = over || self.next - from > SMALL;
+                tokio::select! {
+                    biased;
+                    to = &mut asked => {
+                        if let Ok(to) = to {
+                            // One that has gone meanwhile drops it, which is the caller's leaving.
+                            let _ = to.send(Box::new(self));
+                        }
+                        return;
+                    }
+                    item = self.read(), if !full => match item {
+                        Ok(item) => {
+                            over = matches!(item, Item::End);
+                            self.ahead.push_back(item);
+                        }
+                        // Whoever comes next meets it, too.
+                        Err(_) => return,
+                    },
+                    () = &mut wait => return,
+                }
+            }
+        });
+    }
+
+    /// A parked one, in the hands of its caller again.
+    fn taken_up(mut self: Box<Self>, input: bool) -> Self {
+        self.leaving = Leaving::Gone;
+        if input && let Source::Live(exec) = &mut self.source {
+            self.input = exec.take_input();
+        }
+        *self
+    }
+
     /// The next item. After [`Item::End`] there is none.
     ///
     /// # Errors
     /// [`Error::OutputGone`], or a guest that is no longer understood.
     pub async fn next(&mut self) -> Result<Item, Error> {
-        if let Some(first) = self.first.take() {
+        if let Some(first) = self.ahead.pop_front() {
             self.begun = true;
             return Ok(first);
         }
+        self.read().await
+    }
+
+    async fn read(&mut self) -> Result<Item, Error> {
         let mut lost_at = None;
         loop {
             match &mut self.source {

@@ -135,6 +135,11 @@ impl Exec {
         self.talk.reader.offset()
     }
 
+    /// Whether its input is still here to be taken.
+    pub fn has_input(&self) -> bool {
+        self.input.is_some()
+    }
+
     /// The program's input, once; `None` where it has none, or it was taken.
     pub fn take_input(&mut self) -> Option<Input> {
         self.input.take()
