@@ -138,6 +138,7 @@ fn once(plan: &Plan, programs: &closure::Programs) -> Outcome<Duration> {
         control: their_control.as_raw_fd(),
         vsock: connection.as_raw_fd(),
         log: log.as_raw_fd(),
+        gate: None,
     };
     let mut vmm = Reaped(jail::launch(own, &qemu::command(&programs.qemu, &plan.boot, &descriptors))?);
     drop((their_console, their_control, connection));

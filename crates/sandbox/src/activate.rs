@@ -4,13 +4,13 @@
 //! below it are killed, what they left is read, and everything is given back in reverse order. An adopted Sandbox is an
 //! [`Active`] like any other.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use pepo_proto::{Activate, Share};
 use pepo_proto::console::{AGENT_DIED, BOOT_FAILED};
 use tokio_util::sync::CancellationToken;
 
-use crate::boot::{self, Claim, Error, Step, Warm};
+use crate::boot::{self, Claim, Error, Step, Steps, Warm};
 use crate::guest::Guest;
 use crate::host::{self, Evidence, Host, Keeper};
 use crate::id::{SandboxId, VolumeId};
@@ -114,8 +114,8 @@ impl Warm {
         mounts: Vec<Mount>,
         cancel: &CancellationToken,
     ) -> Result<Active, Error> {
-        let Warm { claim, plan, keeper, guest, .. } = self;
-        let id = plan.id;
+        let Warm { claim, plan, keeper, guest, mut steps, .. } = self;
+        let (id, since) = (plan.id, Instant::now());
         #[cfg(feature = "fake")]
         if let Err(source) = claim.host().may(Step::Activate).await {
             return Err(boot::give_back(claim, Error::Host { step: Step::Activate, id, source }).await);
@@ -131,7 +131,10 @@ impl Warm {
             },
         };
         match outcome {
-            Ok(servers) => Ok(Active { claim, plan, keeper, guest, servers }),
+            Ok(servers) => {
+                steps.took(id, Step::Activate, since);
+                Ok(Active { claim, plan, keeper, guest, servers, steps })
+            }
             Err(error) => Err(boot::give_back(claim, error).await),
         }
     }
@@ -220,6 +223,7 @@ pub struct Active {
     guest: Guest,
     /// Who serves its trees.
     servers: Vec<Keeper>,
+    steps: Steps,
 }
 
 /// Takes over a Sandbox that an earlier life of pepod activated. Whether it *was* activated is the caller's to know: one
@@ -229,7 +233,8 @@ pub struct Active {
 /// It does not run (any more): [`Host::evidence`] tells how it ended, [`Host::release`] gives it back.
 pub async fn adopt(host: &Host, id: SandboxId) -> Result<Active, host::Error> {
     let (plan, keeper, servers) = host.adopt(id).await?;
-    Ok(Active { claim: Claim::new(host.clone(), id), plan, keeper, guest: host.guest(id), servers })
+    let (claim, guest) = (Claim::new(host.clone(), id), host.guest(id));
+    Ok(Active { claim, plan, keeper, guest, servers, steps: Steps::default() })
 }
 
 /// How a Sandbox ended that no [`Active`] holds any more (its keeper ended while pepod was away); everything is given back.
@@ -246,6 +251,11 @@ impl Active {
     /// What it was made of.
     pub fn plan(&self) -> &Plan {
         &self.plan
+    }
+
+    /// What each step of its making took; nothing of one that was adopted.
+    pub fn steps(&self) -> &Steps {
+        &self.steps
     }
 
     /// The guest's operations. Cheap to clone; its streams end when the Sandbox does.

@@ -158,11 +158,29 @@ impl Drop for Claim {
     }
 }
 
+/// How long each step took, in the order in which they were done.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Steps(Vec<(Step, Duration)>);
+
+impl Steps {
+    pub(crate) fn took(&mut self, id: SandboxId, step: Step, since: Instant) {
+        let took = since.elapsed();
+        tracing::debug!(sandbox = %id, %step, took_ms = took.as_secs_f64() * 1e3, "step");
+        self.0.push((step, took));
+    }
+
+    /// Each step with its time.
+    pub fn iter(&self) -> impl Iterator<Item = (Step, Duration)> {
+        self.0.iter().copied()
+    }
+}
+
 /// What does not run is there.
 #[derive(Debug)]
 pub struct Prepared {
     claim: Claim,
     plan: Plan,
+    steps: Steps,
 }
 
 /// VMM and vsock device run.
@@ -172,6 +190,7 @@ pub struct Booted {
     plan: Plan,
     keeper: Keeper,
     since: Instant,
+    steps: Steps,
 }
 
 /// The guest answers and is nobody's yet.
@@ -181,6 +200,7 @@ pub struct Warm {
     pub(crate) plan: Plan,
     pub(crate) keeper: Keeper,
     pub(crate) guest: Guest,
+    pub(crate) steps: Steps,
     hello: HelloReply,
     took: Duration,
 }
@@ -205,8 +225,13 @@ impl Prepared {
         if let Err(source) = plan.check() {
             return Err(give_back(claim, Error::Plan { id, source }).await);
         }
+        let since = Instant::now();
         match step(cancel, host.prepare(&plan)).await {
-            Some(Ok(())) => Ok(Prepared { claim, plan }),
+            Some(Ok(())) => {
+                let mut steps = Steps::default();
+                steps.took(id, Step::Prepare, since);
+                Ok(Prepared { claim, plan, steps })
+            }
             Some(Err(source)) => Err(give_back(claim, Error::Host { step: Step::Prepare, id, source }).await),
             None => Err(give_back(claim, Error::Cancelled { id }).await),
         }
@@ -217,11 +242,14 @@ impl Prepared {
     /// # Errors
     /// [`Error::Host`], [`Error::Cancelled`].
     pub async fn start(self, cancel: &CancellationToken) -> Result<Booted, Error> {
-        let Prepared { claim, plan } = self;
+        let Prepared { claim, plan, mut steps } = self;
         let (id, since) = (plan.id, Instant::now());
         let started = step(cancel, claim.host.start(id)).await;
         match started {
-            Some(Ok(keeper)) => Ok(Booted { claim, plan, keeper, since }),
+            Some(Ok(keeper)) => {
+                steps.took(id, Step::Start, since);
+                Ok(Booted { claim, plan, keeper, since, steps })
+            }
             Some(Err(source)) => Err(give_back(claim, Error::Host { step: Step::Start, id, source }).await),
             None => Err(give_back(claim, Error::Cancelled { id }).await),
         }
@@ -252,8 +280,8 @@ impl Booted {
     /// # Errors
     /// [`Error::Ended`], [`Error::Silent`], [`Error::Guest`] (the generations do not meet), [`Error::Cancelled`].
     pub async fn hello(self, cancel: &CancellationToken) -> Result<Warm, Error> {
-        let Booted { claim, plan, keeper, since } = self;
-        let id = plan.id;
+        let Booted { claim, plan, keeper, since, mut steps } = self;
+        let (id, started) = (plan.id, Instant::now());
         #[cfg(feature = "fake")]
         if let Err(source) = claim.host.may(Step::Hello).await {
             return Err(give_back(claim, Error::Host { step: Step::Hello, id, source }).await);
@@ -274,7 +302,10 @@ impl Booted {
             },
         };
         match outcome {
-            Ok(hello) => Ok(Warm { claim, plan, keeper, guest, hello, took: since.elapsed() }),
+            Ok(hello) => {
+                steps.took(id, Step::Hello, started);
+                Ok(Warm { claim, plan, keeper, guest, steps, hello, took: since.elapsed() })
+            }
             Err(error) => Err(give_back(claim, error).await),
         }
     }
@@ -302,6 +333,11 @@ impl Warm {
     /// What the guest said of itself.
     pub fn hello(&self) -> &HelloReply {
         &self.hello
+    }
+
+    /// What each step took so far.
+    pub fn steps(&self) -> &Steps {
+        &self.steps
     }
 
     /// From the start of its processes to its first answer.

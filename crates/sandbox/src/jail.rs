@@ -89,6 +89,9 @@ pub struct Spec {
     pub filter: Filter,
     /// How readily the kernel kills it when memory ends, 0 to 1000. Can only be raised.
     pub oom_score_adj: i16,
+    /// A descriptor of the caller at whose end the launcher becomes the program; it builds the walls meanwhile.
+    #[serde(default)]
+    pub gate: Option<RawFd>,
 }
 
 /// Who makes a program's root and takes its rights away.
@@ -201,7 +204,8 @@ pub fn launch(launcher: &Path, spec: &Spec) -> Result<Child, Error> {
         let copy = sys::duplicate(standard_error.from).map_err(|source| spec.wall("copy standard error", source))?;
         command.stderr(copy);
     }
-    let lent: Vec<RawFd> = spec.descriptors.iter().map(|fd| fd.from).chain([memfd.as_raw_fd()]).collect();
+    let lent: Vec<RawFd> =
+        spec.descriptors.iter().map(|fd| fd.from).chain(spec.gate).chain([memfd.as_raw_fd()]).collect();
     let opened = lent.iter().try_for_each(|fd| sys::set_inheritable(*fd, true));
     let child = opened.and_then(|()| command.spawn());
     for fd in lent {
@@ -250,7 +254,7 @@ pub fn enter(spec: &Spec) -> Result<Infallible, Error> {
         .map_err(|source| Error::Filter { name: spec.name.clone(), source: source.into() })?;
 
     spec.detach()?;
-    spec.arrange_descriptors().map_err(|source| spec.wall("arrange descriptors", source))?;
+    let gate = spec.arrange_descriptors().map_err(|source| spec.wall("arrange descriptors", source))?;
     match spec.entry {
         Entry::Ours => {
             spec.change_root()?;
@@ -262,6 +266,10 @@ pub fn enter(spec: &Spec) -> Result<Infallible, Error> {
             crate::rights::lend(crate::rights::JAILER)
                 .map_err(|source| spec.wall("lend the jailer its capabilities", source))?;
         }
+    }
+    if let Some(gate) = gate {
+        // Nobody writes to it: what comes is its end.
+        std::fs::File::from(gate).read(&mut [0]).map_err(|source| spec.wall("wait at the gate", source))?;
     }
     let page = sys::exec_path_page(filter::PATH_ADDRESS, program);
     page.map_err(|source| spec.wall("map the path of the program", source))?;
@@ -347,12 +355,13 @@ impl Spec {
             .map_err(|source| self.wall(format!("write {score}"), source))
     }
 
-    /// Puts the listed descriptors at their numbers and closes all others.
-    fn arrange_descriptors(&self) -> io::Result<()> {
+    /// Puts the listed descriptors at their numbers and closes all others but the gate, which closes on exec.
+    fn arrange_descriptors(&self) -> io::Result<Option<OwnedFd>> {
         let null = std::fs::File::options().read(true).write(true).open("/dev/null")?;
         // Parked above every number involved first, so that no target is a source still needed.
         let numbers = self.descriptors.iter().flat_map(|descriptor| [descriptor.from, descriptor.to]);
-        let floor = numbers.chain([null.as_raw_fd()]).max().unwrap_or(2) + 1;
+        let floor = numbers.chain(self.gate).chain([null.as_raw_fd()]).max().unwrap_or(2) + 1;
+        let gate = self.gate.map(|gate| sys::duplicate_above(gate, floor)).transpose()?;
         let mut parked = Vec::new();
         for standard in 0..=2 {
             if !self.descriptors.iter().any(|descriptor| descriptor.to == standard) {
@@ -363,7 +372,7 @@ impl Spec {
             parked.push((sys::duplicate_above(descriptor.from, floor)?, descriptor.to));
         }
         drop(null);
-        let mut kept = Vec::new();
+        let mut kept: Vec<RawFd> = gate.into_iter().collect();
         for (from, to) in parked {
             sys::place_descriptor(from, to)?;
             kept.push(to);
@@ -376,7 +385,8 @@ impl Spec {
             }
             next = fd + 1;
         }
-        sys::close_range(next, RawFd::MAX)
+        sys::close_range(next, RawFd::MAX)?;
+        Ok(gate.and_then(sys::inherited))
     }
 
     /// A mount namespace of its own whose root is `self.root`, with the binds in it and nothing else.
@@ -479,6 +489,7 @@ mod tests {
             limits: Limits { file_size: 1 << 20, open_files: 64 },
             filter: Filter::Qemu,
             oom_score_adj: 500,
+            gate: None,
         }
     }
 

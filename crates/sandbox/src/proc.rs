@@ -36,7 +36,10 @@ pub fn all() -> impl Iterator<Item = Process> {
 
 /// One process, if it is there. A zombie has no uid that counts: it holds nothing any more.
 pub fn read(pid: u32) -> Option<Process> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
+    // In one read: there are hundreds of processes, and the file is made anew for each piece of it.
+    let mut bytes = [0; 4096];
+    let length = io::Read::read(&mut fs::File::open(format!("/proc/{pid}/status")).ok()?, &mut bytes).ok()?;
+    let status = String::from_utf8_lossy(&bytes[..length]);
     let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).map(str::trim);
     if field("State:")?.starts_with(['Z', 'X']) {
         return None;

@@ -149,6 +149,7 @@ impl House {
             control: theirs.as_raw_fd(),
             vsock: theirs.as_raw_fd(),
             log: theirs.as_raw_fd(),
+            gate: None,
         };
         outcome(qemu::command(&self.programs.qemu, &self.boot(), &descriptors), attempt, log, theirs.into())
     }

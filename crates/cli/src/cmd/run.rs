@@ -505,7 +505,10 @@ mod tests {
     async fn an_interrupt_before_the_command_cancels_the_start() {
         let never = Script { never_active: true, ..Script::default() };
         let (code, fake) = interrupted(never, &["--", "x"], &["command_create"]).await;
-        assert_eq!((code.unwrap(), &fake.asked()[..]), (130, &["session_create", "command_create", "session_terminate"].map(String::from)[..]));
+        assert_eq!(
+            (code.unwrap(), &fake.asked()[..]),
+            (130, &["session_create", "command_create", "session_terminate"].map(String::from)[..])
+        );
 
         let dir = tempfile::tempdir().unwrap();
         let hangs = Script { hangs: Some("tar_write"), ..Script::default() };

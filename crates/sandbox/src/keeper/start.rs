@@ -91,13 +91,15 @@ fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd) -> Result<Started, Er
     let Programs::Qemu { qemu: program, vsock_device } = &order.programs else {
         return Err(Error::new("read the order", io::ErrorKind::InvalidData));
     };
+    // The two programs begin side by side: the VMM's launcher has everything but a device that answers.
     let (device_log, device_log_end) = pipe()?;
     let directory = order.directory.join(file::VSOCK);
     let spec = vsock::command(vsock_device, directory.clone(), order.uids.vsock, device_log_end.as_raw_fd());
     let mut device = launch("start the vsock device", &spec)?;
     drop(device_log_end);
-    let vhost = connect_device(&directory, order.uids.vsock, &mut device, &device_log)?;
 
+    let vhost = unconnected().map_err(tried("make a socket"))?;
+    let (gate, gate_open) = pipe()?;
     let (console, console_end) = stream_pair()?;
     let (control, control_end) = stream_pair()?;
     let (vmm_log, vmm_log_end) = pipe()?;
@@ -108,10 +110,13 @@ fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd) -> Result<Started, Er
         control: control_end.as_raw_fd(),
         vsock: vhost.as_raw_fd(),
         log: vmm_log_end.as_raw_fd(),
+        gate: Some(gate.as_raw_fd()),
     };
     let spec = qemu::command(program, &order.boot, &descriptors);
     let mut vmm = launch("start the VMM", &spec)?;
-    drop((root, disk, console_end, control_end, vhost, vmm_log_end));
+    drop((root, disk, console_end, control_end, vmm_log_end, gate));
+    connect_device(&vhost, &directory, order.uids.vsock, &mut device, &device_log)?;
+    drop((vhost, gate_open));
     // It greets once it is in its jail; until then its launcher shares our mounts. The greeting itself is read later.
     greeted(&control, &mut vmm, &vmm_log)?;
 
@@ -199,14 +204,20 @@ pub(super) fn launch(step: &'static str, spec: &jail::Spec) -> Result<Child, Err
 
 /// Waits until the device listens for its VMM, and connects. The directory is the device's to change, so it is entered as
 /// hostile: no link is followed, and whoever answers must have the device's uid.
-fn connect_device(directory: &Path, uid: u32, device: &mut Child, log: &OwnedFd) -> Result<OwnedFd, Error> {
+fn connect_device(
+    stream: &OwnedFd,
+    directory: &Path,
+    uid: u32,
+    device: &mut Child,
+    log: &OwnedFd,
+) -> Result<(), Error> {
     let step = "connect the vsock device";
     let flags = OFlags::DIRECTORY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let directory = rustix::fs::open(directory, flags, Mode::empty()).map_err(tried(step))?;
     let deadline = Instant::now() + LISTEN_WITHIN;
     loop {
-        match connect(directory.as_fd(), vsock::DEVICE_SOCKET, uid) {
-            Ok(stream) => return Ok(stream),
+        match connect_to(stream, directory.as_fd(), vsock::DEVICE_SOCKET, uid) {
+            Ok(()) => return Ok(()),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {}
             Err(error) => return Err(Error::new(step, error)),
         }
@@ -247,6 +258,17 @@ fn greeted(control: &OwnedFd, vmm: &mut Child, log: &OwnedFd) -> Result<(), Erro
 /// A stream to a socket in a directory that somebody else owns: opened beneath it without following anything, seen to be a
 /// socket of that uid, connected through the descriptor, and answered by that uid.
 pub(crate) fn connect(directory: BorrowedFd<'_>, name: &str, uid: u32) -> io::Result<OwnedFd> {
+    let stream = unconnected()?;
+    connect_to(&stream, directory, name, uid)?;
+    Ok(stream)
+}
+
+fn unconnected() -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    Ok(rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?)
+}
+
+fn connect_to(stream: &OwnedFd, directory: BorrowedFd<'_>, name: &str, uid: u32) -> io::Result<()> {
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
     let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let found = rustix::fs::openat2(directory, name, flags, Mode::empty(), resolve)?;
@@ -254,16 +276,14 @@ pub(crate) fn connect(directory: BorrowedFd<'_>, name: &str, uid: u32) -> io::Re
     if FileType::from_raw_mode(stat.st_mode) != FileType::Socket || stat.st_uid != uid {
         return Err(io::Error::other(format!("{name} is not a socket of uid {uid}")));
     }
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let stream = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
     let address = rustix::net::SocketAddrUnix::new(format!("/proc/self/fd/{}", found.as_raw_fd()))?;
-    rustix::net::connect(&stream, &address)?;
-    let peer = rustix::net::sockopt::socket_peercred(&stream)?;
+    rustix::net::connect(stream, &address)?;
+    let peer = rustix::net::sockopt::socket_peercred(stream)?;
     if peer.uid.as_raw() != uid {
         return Err(io::Error::other(format!("{name} is answered by uid {}", peer.uid.as_raw())));
     }
-    rustix::io::ioctl_fionbio(&stream, false)?;
-    Ok(stream)
+    rustix::io::ioctl_fionbio(stream, false)?;
+    Ok(())
 }
 
 /// An empty root: what is still needed is held by descriptor.

@@ -130,6 +130,7 @@ pub fn command(closure: &Closure, boot: &Boot, base: &Path, id: &str, console: R
         limits: Limits { file_size: boot.scratch_size.max(16 << 20), open_files: OPEN_FILES },
         filter: Filter::Official,
         oom_score_adj: 500,
+        gate: None,
     }
 }
 

@@ -99,8 +99,10 @@ pub struct Descriptors {
     pub console: RawFd,
     /// A stream socket for the control connection ([`qmp`]).
     pub control: RawFd,
-    /// A stream socket already connected to the listening [`vsock`] device.
+    /// A stream socket that is connected to the listening [`vsock`] device when the gate opens.
     pub vsock: RawFd,
     /// Where the VMM's own complaints go (standard output and error).
     pub log: RawFd,
+    /// The end of a pipe whose other end closes when the VMM may begin; `None` is at once.
+    pub gate: Option<RawFd>,
 }

@@ -63,6 +63,7 @@ pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spe
         limits: Limits { file_size: memory.max(boot.scratch_size), open_files: OPEN_FILES },
         filter: Filter::Qemu,
         oom_score_adj: 500,
+        gate: descriptors.gate,
     }
 }
 

@@ -41,5 +41,6 @@ pub fn command(closure: &Closure, directory: PathBuf, uid: u32, log: RawFd) -> S
         limits: Limits { file_size: 0, open_files: OPEN_FILES },
         filter: Filter::VsockDevice,
         oom_score_adj: 500,
+        gate: None,
     }
 }
