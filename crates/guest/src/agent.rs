@@ -447,6 +447,7 @@ impl Agent {
             operation => {
                 let remember = matches!(operation, Operation::Activate(_));
                 let is_last = matches!(operation, Operation::Shutdown);
+                let is_first = matches!(operation, Operation::Hello(_));
                 let mut events = vec![];
                 let outcome = self.small(operation, &mut events).await;
                 if remember {
@@ -468,6 +469,9 @@ impl Agent {
                 match queued {
                     Ok(()) => stream.end(outcome).await,
                     Err(error) => stream.end(failed(FailureCode::Io, explain(&error))).await,
+                }
+                if is_first && self.is_guest() {
+                    self.make_ready().await;
                 }
             }
         }
@@ -493,6 +497,13 @@ impl Agent {
         let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
         // Without a thread both ends close here, which the host sees.
         drop(pumping.spawn(move || share::pump(fuse, socket, input)));
+    }
+
+    /// While the host has nothing to ask yet: what the first command would wait for. Nothing here can fail it.
+    async fn make_ready(&self) {
+        let _ = self.user(None);
+        self.trees.keep_one();
+        let _ = spawn_blocking(|| ()).await;
     }
 
     /// An operation on files, on a thread. Cancelling it closes the stream.

@@ -84,8 +84,10 @@ pub fn run() -> ExitCode {
         }
         Ok(Fork::Parent(child)) => {
             drop((listener, settled));
-            settle(later);
+            let rest = settle(later);
             drop(settling);
+            rest.iter().for_each(load);
+            note("all loaded");
             let how = reap_until(child);
             say(format!("{AGENT_DIED} {how}"));
             end()
@@ -168,13 +170,41 @@ fn start() -> Result<(OwnedFd, Vec<Module>), Box<dyn std::error::Error>> {
     Ok((listener, later))
 }
 
-/// What programs need and the agent does not: done while the host greets the agent.
-fn settle(later: Vec<Module>) {
+/// Modules that drive a device, and the device's number on the virtio bus: without it they are of no use.
+const OF_DEVICE: [(&str, u32); 4] =
+    [("failover.ko", NETWORK), ("net_failover.ko", NETWORK), ("virtio_net.ko", NETWORK), ("virtio_rng.ko", RANDOM)];
+const NETWORK: u32 = 1;
+const RANDOM: u32 = 4;
+
+/// What nobody waits for: the host gives bytes for the random generator with Activate.
+const LAST: [&str; 1] = ["virtio_rng.ko"];
+
+/// Numbers of the virtio devices there are.
+fn devices() -> Vec<u32> {
+    let entries = fs::read_dir("/sys/bus/virtio/devices").into_iter().flatten().flatten();
+    let number = |entry: fs::DirEntry| {
+        let text = fs::read_to_string(entry.path().join("device")).ok()?;
+        u32::from_str_radix(text.trim().strip_prefix("0x")?, 16).ok()
+    };
+    entries.filter_map(number).collect()
+}
+
+/// What programs need and the agent does not: done while the host greets the agent. Gives back what can wait even longer.
+fn settle(later: Vec<Module>) -> Vec<Module> {
+    mount::copy_up();
+    let devices = devices();
+    let useful = |module: &Module| {
+        let of = OF_DEVICE.iter().find(|(name, _)| *name == module.name);
+        of.is_none_or(|(_, device)| devices.contains(device))
+    };
+    let (last, later): (Vec<_>, Vec<_>) =
+        later.into_iter().filter(useful).partition(|module| LAST.contains(&module.name.as_str()));
     later.iter().for_each(load);
     for fault in mount::furnish() {
         note(agent::explain(&fault));
     }
     note("settled");
+    last
 }
 
 /// Loads the modules of `/modules/order` up to the last one that the agent needs, and opens the rest.

@@ -113,6 +113,17 @@ pub fn switch() -> Result<(), Error> {
     tried("enter the root", rustix::process::chdir("/"))
 }
 
+/// Files that Activate changes.
+const CHANGED: [&str; 2] = ["/etc/hostname", "/etc/hosts"];
+
+/// Has the files that will be changed copied up from the Image. What fails here fails there again, and is told there.
+pub fn copy_up() {
+    let quiet = OFlags::CLOEXEC | OFlags::NONBLOCK | OFlags::NOCTTY;
+    for path in CHANGED {
+        drop(rustix::fs::open(path, OFlags::WRONLY | OFlags::APPEND | OFlags::NOFOLLOW | quiet, Mode::empty()));
+    }
+}
+
 /// The parts of `/dev` that programs expect, and the kernel's settings. What fails here is told and lived with.
 pub fn furnish() -> Vec<Error> {
     let mut faults = vec![];

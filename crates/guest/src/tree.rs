@@ -79,6 +79,17 @@ impl Trees {
         Ok(Tree { kind: Some(kind), trees: self.clone() })
     }
 
+    /// Makes a group for the next command, where none is kept.
+    pub fn keep_one(&self) {
+        if let Some(directory) = &self.directory
+            && self.free.borrow().is_empty()
+            // The command that needs it is told why not.
+            && let Ok(group) = self.make(directory)
+        {
+            self.free.borrow_mut().push(group);
+        }
+    }
+
     fn make(&self, directory: &Path) -> io::Result<Group> {
         let number = self.made.replace(self.made.get() + 1);
         let path = directory.join(format!("c{number}"));

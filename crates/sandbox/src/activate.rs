@@ -253,6 +253,11 @@ impl Active {
         &self.plan
     }
 
+    /// Whether something is mounted in it that outlasts it.
+    pub fn has_mounts(&self) -> bool {
+        !self.servers.is_empty()
+    }
+
     /// What each step of its making took; nothing of one that was adopted.
     pub fn steps(&self) -> &Steps {
         &self.steps

@@ -546,7 +546,7 @@ impl Driver {
                     }
                     // The guest's orderly end is for its programs and for what outlasts it. Where no command runs and nothing
                     // outlasts it there is neither, and it costs more than all the rest of the end.
-                    let at_rest = session.commands().running() == 0;
+                    let at_rest = session.commands().running() == 0 && !active.has_mounts();
                     session.commands().wind_up(active.guest(), reason).await;
                     active.stop(if at_rest { Duration::ZERO } else { grace }).await
                 }));
