@@ -160,9 +160,7 @@ impl Link {
         drop(input);
         loop {
             while to - from >= 4 {
-                let word = |at: usize| {
-                    u32::from_le_bytes([buffer[at], buffer[at + 1], buffer[at + 2], buffer[at + 3]])
-                };
+                let word = |at: usize| u32::from_le_bytes([buffer[at], buffer[at + 1], buffer[at + 2], buffer[at + 3]]);
                 let length = word(from) as usize;
                 if !(ANSWER_HEAD..=MESSAGE).contains(&length) {
                     return;

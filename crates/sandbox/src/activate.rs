@@ -6,16 +6,16 @@
 
 use std::time::{Duration, Instant};
 
-use pepo_proto::{Activate, Share};
 use pepo_proto::console::{AGENT_DIED, BOOT_FAILED};
+use pepo_proto::{Activate, Share};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::{self, Claim, Error, Step, Steps, Warm};
 use crate::guest::Guest;
 use crate::host::{self, Evidence, Host, Keeper};
 use crate::id::{SandboxId, VolumeId};
-use crate::keeper::{ExitRecord, Left, Shutdown};
 use crate::jail::Access;
+use crate::keeper::{ExitRecord, Left, Shutdown};
 use crate::plan::Plan;
 use crate::share::{Cache, PROOF, SharePlan};
 
@@ -393,9 +393,10 @@ pub(crate) async fn collect(claim: Claim, asked: Asked) -> Exit {
 pub(crate) fn exit(id: SandboxId, evidence: Evidence, asked: Asked, released: Result<(), host::Error>) -> Exit {
     let Evidence { exit: record, console, .. } = evidence;
     let (cause, detail) = match (&record, asked) {
-        (_, Asked::MountLost) => {
-            (Cause::MountLost, "the server of its files ended, so it was ended: what was acknowledged is kept".to_owned())
-        }
+        (_, Asked::MountLost) => (
+            Cause::MountLost,
+            "the server of its files ended, so it was ended: what was acknowledged is kept".to_owned(),
+        ),
         (_, Asked::Yes) => (Cause::Stopped, "stopped as asked".to_owned()),
         (None, Asked::No) => (Cause::KilledOutside, "killed from outside: its keeper wrote nothing".to_owned()),
         (Some(record), Asked::No) => told(record, &console.bytes),

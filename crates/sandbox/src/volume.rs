@@ -760,12 +760,11 @@ fn attach(image: &File) -> io::Result<(OwnedFd, PathBuf)> {
         }
         let device = open_device(&path)?;
         // Without a second copy in memory where the file system below can do that.
-        let configured = sys::disk::configure(device.as_fd(), image.as_fd(), true).or_else(|error| {
-            match error.raw_os_error() {
+        let configured =
+            sys::disk::configure(device.as_fd(), image.as_fd(), true).or_else(|error| match error.raw_os_error() {
                 Some(libc::EINVAL) => sys::disk::configure(device.as_fd(), image.as_fd(), false),
                 _ => Err(error),
-            }
-        });
+            });
         match configured {
             Ok(()) => return Ok((device, path)),
             // Another process took it first.

@@ -12,8 +12,8 @@ use tokio_tungstenite::tungstenite::handshake::server::{Request, Response};
 use super::*;
 use crate::query::{AtPath, ShowCommand, ShowSession};
 use crate::{
-    ATTACH_PROTOCOL, AttachControl, Command, CommandEnd, CommandId, CommandState, OnDisconnect, Reason, SessionId,
-    StreamEvent,
+    ATTACH_PROTOCOL, AttachControl, Command, CommandEnd, CommandId, CommandRole, CommandState, OnDisconnect, Reason,
+    SessionId, StreamEvent,
 };
 
 struct Server {
@@ -68,6 +68,8 @@ fn command(id: CommandId, ended: bool) -> Box<Command> {
         session_id: SessionId::generate(),
         activation: 1,
         state: if ended { CommandState::Exited } else { CommandState::Running },
+        role: CommandRole::Command,
+        service: None,
         argv: vec!["true".into()],
         shell: None,
         on_disconnect: OnDisconnect::Keep,

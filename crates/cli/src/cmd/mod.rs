@@ -43,7 +43,7 @@ enum Verb {
     Run(Box<run::Run>),
     /// Run daemon and edge in the foreground
     Up(up::Up),
-    /// End the daemon and every Session
+    /// End the daemon and every Session that runs; those that come back stay idle
     Down(down::Down),
     /// Make, look at, change and end Sessions
     #[command(subcommand, visible_alias = "sessions")]

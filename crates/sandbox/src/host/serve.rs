@@ -241,9 +241,7 @@ impl Serve {
             Request::VolumeRemove { volume } => {
                 self.work.remove_volume(volume).map(|bytes| (Reply::Freed { bytes }, Vec::new()))
             }
-            Request::Volumes => {
-                self.work.all_volumes().map(|volumes| (Reply::Volumes { volumes }, Vec::new()))
-            }
+            Request::Volumes => self.work.all_volumes().map(|volumes| (Reply::Volumes { volumes }, Vec::new())),
             Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
             Request::Sweep { keep } => {
                 // What this life made, or is making, has a lane since before its directory: it is no leftover, whether pepod

@@ -192,7 +192,8 @@ impl Work {
         self.claim(plan)?;
         going_on()?;
         let limits = Limits {
-            memory_bytes: (u64::from(plan.memory_mib) + u64::from(caps.overhead_mib) + beside_mib(plan.memory_mib)) << 20,
+            memory_bytes: (u64::from(plan.memory_mib) + u64::from(caps.overhead_mib) + beside_mib(plan.memory_mib))
+                << 20,
             cpu_us: u64::from(plan.cpus) * cgroup::PERIOD_US + BESIDE_CPU_US,
             pids: u64::from(plan.cpus) + caps.threads,
         };
@@ -406,7 +407,8 @@ impl Work {
             self.place.write(id, file::SHARES, records).map_err(|error| failed("write the share down", error))
         };
         write(&records)?;
-        let mounted = self.volumes.mount(plan.volume, plan.access).map_err(|error| volume_refused(plan.volume, error))?;
+        let mounted =
+            self.volumes.mount(plan.volume, plan.access).map_err(|error| volume_refused(plan.volume, error))?;
         let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
         let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
         let order = share::Order {
@@ -424,7 +426,8 @@ impl Work {
             record.server = Some((server.pid(), server.start));
         }
         write(&records)?;
-        let fds: Vec<_> = [stream.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
+        let fds: Vec<_> =
+            [stream.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
         let pidfd = server
             .serve(&order, mounted.first_uid, &fds, &cancelled)
             .map_err(|error| failed("serve the tree", error))?;

@@ -590,8 +590,7 @@ pub(super) mod tests {
         assert_eq!(error, 0);
         let read = [&opened[..8], &0_u64.to_le_bytes(), &4096_u32.to_le_bytes(), &[0; 20]].concat();
         assert_eq!(ask(&mut stream, operation::READ, node, &read), (0, b"proof".to_vec()));
-        let write =
-            [&opened[..8], &0_u64.to_le_bytes(), &1_u32.to_le_bytes(), &[0; 20], b"x"].concat();
+        let write = [&opened[..8], &0_u64.to_le_bytes(), &1_u32.to_le_bytes(), &[0; 20], b"x"].concat();
         assert!(ask(&mut stream, 16, node, &write).0 < 0, "it was written");
         assert!(ask(&mut stream, 10, 1, name).0 < 0, "it was removed");
         assert_eq!(std::fs::read_dir(root.path()).expect("list").count(), 0);

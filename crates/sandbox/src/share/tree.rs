@@ -433,15 +433,7 @@ impl FileSystem for Tree {
         Ok(())
     }
 
-    fn rename(
-        &self,
-        _ctx: &Context,
-        from: u64,
-        old: &CStr,
-        to: u64,
-        new: &CStr,
-        flags: u32,
-    ) -> io::Result<()> {
+    fn rename(&self, _ctx: &Context, from: u64, old: &CStr, to: u64, new: &CStr, flags: u32) -> io::Result<()> {
         let (old, new) = (plain(old)?, plain(new)?);
         let flags = RenameFlags::from_bits(flags).ok_or(errno(libc::EINVAL))?;
         if flags.contains(RenameFlags::WHITEOUT) {
@@ -597,15 +589,7 @@ impl FileSystem for Tree {
         }
     }
 
-    fn fallocate(
-        &self,
-        _ctx: &Context,
-        node: u64,
-        handle: u64,
-        bits: u32,
-        offset: u64,
-        length: u64,
-    ) -> io::Result<()> {
+    fn fallocate(&self, _ctx: &Context, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
         let handle = self.handle(handle, node)?;
         let flags = FallocateFlags::from_bits(bits).ok_or(errno(libc::EOPNOTSUPP))?;
         Ok(rustix::fs::fallocate(&handle.file, flags, offset, length)?)
