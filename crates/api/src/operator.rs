@@ -77,6 +77,43 @@ pub struct DoctorReport {
     pub checks: Vec<Check>,
 }
 
+/// Whether a part that the host lacks is there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SetupState {
+    /// It is not there.
+    Missing,
+    /// It is there, byte for byte.
+    Installed,
+    /// Something else is in its place.
+    Damaged,
+    /// There is no release of it for this kind of machine.
+    Unsupported,
+}
+
+/// What `pepod setup` says of the release it installs.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct SetupReport {
+    /// What it is.
+    pub name: String,
+    /// The one release that this Pepo takes.
+    pub version: String,
+    /// The kind of machine.
+    pub arch: String,
+    /// How it stands.
+    pub state: SetupState,
+    /// The same in words.
+    pub found: String,
+    /// Where it is installed.
+    pub directory: String,
+    /// Where the release is got from.
+    pub url: String,
+    /// The name of the file that is got.
+    pub file: String,
+    /// Its SHA-256, 64 hex digits.
+    pub sha256: String,
+}
+
 /// Body of `POST /v1/sweep`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -16,6 +16,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use crate::setup;
+
 use crate::capacity::Budget;
 use crate::preset::Presets;
 
@@ -163,6 +165,8 @@ pub enum VmmChoice {
     Auto,
     /// QEMU's software emulation.
     Qemu,
+    /// Firecracker on hardware virtualization.
+    Firecracker,
     /// The guest agent as a host process: tests only.
     #[cfg(feature = "fake")]
     Fake,
@@ -219,6 +223,10 @@ pub struct Config {
     pub sandbox: SandboxConfig,
     /// Those that wait ready.
     pub pool: PoolConfig,
+    /// The directory of Firecracker and its jailer; `None`: what setup installs.
+    pub firecracker: Option<PathBuf>,
+    /// Where setup gets a release, with `{version}` and `{arch}` in it.
+    pub setup_url: String,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
     /// What of the store is kept.
@@ -247,9 +255,46 @@ const fn row(key: &'static str, help: &'static str, default: fn() -> String) -> 
     Setting { key, help, default }
 }
 
-/// Every setting, in the order of `config default`. Numbers of the software-emulation column, the only one there is yet.
+/// What runs the guests decides on their usual size: an emulated guest gets less.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Column {
+    /// Software emulation.
+    #[default]
+    Emulation,
+    /// Hardware virtualization.
+    Hardware,
+}
+
+/// Defaults on hardware virtualization, where they differ.
+const HARDWARE: &[(&str, fn() -> String)] = &[
+    ("sandbox.cpus", || "2".into()),
+    ("sandbox.memory", || "1024m".into()),
+    ("sandbox.disk", || "4g".into()),
+    ("sandbox.boots", || cores().to_string()),
+    ("pool.target", hardware_pool),
+    // Commands do not slow a boot down there, nor a boot them: the pool is kept full.
+    ("pool.minimum", hardware_pool),
+];
+
+fn hardware_pool() -> String {
+    (cores() / 4).clamp(1, 4).to_string()
+}
+
+impl Setting {
+    fn default(&self, column: Column) -> String {
+        let hardware = HARDWARE.iter().find(|(key, _)| column == Column::Hardware && *key == self.key);
+        hardware.map_or_else(self.default, |(_, default)| default())
+    }
+}
+
+/// Every setting, in the order of `config default`, with its default under software emulation.
 const SETTINGS: &[Setting] = &[
-    row("sandbox.vmm", "What runs the guests: auto, qemu.", || "auto".into()),
+    row("sandbox.vmm", "What runs the guests: auto, firecracker, qemu.", || "auto".into()),
+    row(
+        "sandbox.firecracker",
+        "Directory with `firecracker` and `jailer`; empty: those that `pepo setup` installs.",
+        String::new,
+    ),
     row("sandbox.image", "Image of a Session that names none.", || "base".into()),
     row("sandbox.cpus", "Processors of a guest.", || "1".into()),
     row("sandbox.memory", "Memory of a guest (bare number: MiB).", || "512m".into()),
@@ -282,6 +327,9 @@ const SETTINGS: &[Setting] = &[
     row("pool.minimum", "Below how many of them one is made although commands run.", || "0".into()),
     row("pool.age", "After how long one that nobody claimed is replaced.", || "1h".into()),
     row("pool.shapes", "Other shapes, as `browser:memory=2g:target=2, base:cpus=2`.", String::new),
+    row("setup.url", "Where `pepo setup` gets Firecracker's release; {version} and {arch} are filled in.", || {
+        setup::URL.into()
+    }),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
@@ -323,6 +371,8 @@ pub struct Typed {
     pub environment: Vec<(String, String)>,
     /// `--set section.key=value`, in order.
     pub flags: Vec<(String, String)>,
+    /// Which defaults count: known once it is chosen what runs the guests.
+    pub column: Column,
 }
 
 impl Typed {
@@ -332,7 +382,7 @@ impl Typed {
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value.into_string().ok()?)))
             .filter(|(name, _)| name.starts_with("PEPO_"))
             .collect();
-        Typed { environment, flags }
+        Typed { environment, flags, column: Column::default() }
     }
 
     fn variable(&self, name: &str) -> Option<&str> {
@@ -358,7 +408,7 @@ impl Config {
             raw.set(key, value.clone(), Origin::Flag(format!("--set {key}")))?;
         }
         let beside = || std::env::current_exe().unwrap_or_default().with_file_name("pepo-guest");
-        raw.resolve(places, typed.variable("PEPO_GUEST").map_or_else(beside, PathBuf::from))
+        raw.resolve(typed.column, places, typed.variable("PEPO_GUEST").map_or_else(beside, PathBuf::from))
     }
 
     /// Every setting with its value and origin.
@@ -368,7 +418,7 @@ impl Config {
 }
 
 /// The file that `config default` prints: every setting, commented out.
-pub fn default_file() -> String {
+pub fn default_file(column: Column) -> String {
     let mut text = String::from("# Pepo's settings and their defaults on this host. A line without its # counts.\n");
     let mut section = "";
     for setting in SETTINGS {
@@ -377,7 +427,7 @@ pub fn default_file() -> String {
             section = of;
             text.push_str(&format!("\n[{of}]\n"));
         }
-        text.push_str(&format!("# {}\n#{key} = {:?}\n", setting.help, (setting.default)()));
+        text.push_str(&format!("# {}\n#{key} = {:?}\n", setting.help, setting.default(column)));
     }
     text.push_str(
         "\n[presets]\n# Names for what a network policy opens together; they replace those that come with Pepo.\n",
@@ -475,9 +525,9 @@ impl Raw {
         Ok(())
     }
 
-    fn resolve(mut self, places: Places, guest: PathBuf) -> Result<Config, Error> {
+    fn resolve(mut self, column: Column, places: Places, guest: PathBuf) -> Result<Config, Error> {
         for setting in SETTINGS {
-            self.0.entry(setting.key).or_insert_with(|| ((setting.default)(), Origin::Default));
+            self.0.entry(setting.key).or_insert_with(|| (setting.default(column), Origin::Default));
         }
         let sandbox = SandboxConfig {
             vmm: self.get("sandbox.vmm", vmm)?,
@@ -514,6 +564,12 @@ impl Raw {
         Ok(Config {
             sandbox,
             pool,
+            firecracker: self.get("sandbox.firecracker", |text| match text {
+                "" => Ok(None),
+                _ if Path::new(text).is_absolute() => Ok(Some(text.into())),
+                _ => Err("expected the absolute path of a directory".into()),
+            })?,
+            setup_url: self.get("setup.url", url)?,
             mirror: self.get("images.mirror", mirror)?,
             retention: Retention {
                 records: self.get("store.retention", |text| duration(text).and_then(positive))?,
@@ -573,14 +629,22 @@ fn mirror(text: &str) -> Result<Option<String>, String> {
     }
 }
 
+fn url(text: &str) -> Result<String, String> {
+    let rest = ["http://", "https://", "file:///"].iter().find_map(|scheme| text.strip_prefix(scheme));
+    match rest {
+        Some(rest) if !rest.is_empty() && text.chars().all(|c| c.is_ascii_graphic()) => Ok(text.to_owned()),
+        _ => Err("expected the address of a release, https://…, http://… or file:///…".into()),
+    }
+}
+
 fn vmm(text: &str) -> Result<VmmChoice, String> {
     match text {
         "auto" => Ok(VmmChoice::Auto),
         "qemu" => Ok(VmmChoice::Qemu),
         #[cfg(feature = "fake")]
         "fake" => Ok(VmmChoice::Fake),
-        "firecracker" => Err("this release runs guests with QEMU's software emulation only".into()),
-        _ => Err("expected auto or qemu".into()),
+        "firecracker" => Ok(VmmChoice::Firecracker),
+        _ => Err("expected auto, firecracker or qemu".into()),
     }
 }
 
@@ -649,7 +713,7 @@ mod tests {
 
     fn typed(environment: &[(&str, &str)], flags: &[(&str, &str)]) -> Typed {
         let own = |pairs: &[(&str, &str)]| pairs.iter().map(|(a, b)| ((*a).to_owned(), (*b).to_owned())).collect();
-        Typed { environment: own(environment), flags: own(flags) }
+        Typed { environment: own(environment), flags: own(flags), ..Typed::default() }
     }
 
     #[test]
@@ -717,8 +781,13 @@ mod tests {
             error.contains("sandbox.memory") && error.contains("PEPO_SANDBOX_MEMORY") && error.contains("512m"),
             "{error}"
         );
-        let error = Config::read(&typed(&[("PEPO_VMM", "firecracker")], &[])).expect_err("refused").to_string();
-        assert!(error.contains("software emulation"), "{error}");
+        let error = Config::read(&typed(&[("PEPO_VMM", "xen")], &[])).expect_err("refused").to_string();
+        assert!(error.contains("PEPO_VMM") && error.contains("firecracker or qemu"), "{error}");
+        for wrong in ["ftp://x/{version}", "https://", "x"] {
+            let error = Config::read(&typed(&[("PEPO_SETUP_URL", wrong)], &[])).expect_err("refused").to_string();
+            assert!(error.contains("setup.url") && error.contains("https://"), "{error}");
+        }
+        assert!(Config::read(&typed(&[("PEPO_SANDBOX_FIRECRACKER", "bin")], &[])).is_err(), "a relative directory");
     }
 
     #[test]
@@ -732,12 +801,25 @@ mod tests {
     fn defaults_are_valid_and_the_default_file_is_toml() {
         let config = Config::read(&typed(&[], &[])).expect("defaults");
         assert_eq!((config.sandbox.cpus, config.sandbox.memory_mib, config.sandbox.disk_mib), (1, 512, 2048));
-        let live: String = default_file()
+        let live: String = default_file(Column::Emulation)
             .lines()
             .map(|line| format!("{}\n", line.strip_prefix('#').filter(|l| !l.starts_with(' ')).unwrap_or(line)))
             .collect();
         let table: toml::Table = live.parse().expect("toml");
         assert!(table.contains_key("sandbox") && table.contains_key("edge"));
+    }
+
+    #[test]
+    fn guests_are_larger_where_hardware_runs_them() {
+        let hardware = Typed { column: Column::Hardware, ..typed(&[], &[]) };
+        let sandbox = Config::read(&hardware).expect("defaults").sandbox;
+        assert_eq!((sandbox.cpus, sandbox.memory_mib, sandbox.disk_mib, sandbox.boots), (2, 1024, 4096, cores()));
+        let set = Typed { column: Column::Hardware, ..typed(&[("PEPO_SANDBOX_CPUS", "1")], &[]) };
+        assert_eq!(Config::read(&set).expect("set").sandbox.cpus, 1, "what is set stays");
+        assert!(default_file(Column::Hardware).contains("#memory = \"1024m\""));
+        for (key, _) in HARDWARE {
+            assert!(SETTINGS.iter().any(|setting| setting.key == *key), "{key}");
+        }
     }
 
     #[test]

@@ -22,6 +22,7 @@ pub mod preset;
 pub mod serve;
 pub mod server;
 pub mod session;
+pub mod setup;
 pub mod signal;
 pub mod store;
 pub mod text;
@@ -39,7 +40,7 @@ use sha2::{Digest as _, Sha256};
 use tokio::signal::unix::{SignalKind, signal as on_signal};
 use tokio::sync::watch;
 
-use config::{Config, PoolConfig, VmmChoice};
+use config::{Config, PoolConfig};
 use image::Images;
 use server::Listener;
 use session::{Error, Files, FindImage, Sessions};
@@ -79,6 +80,8 @@ pub struct Begun {
     pub host: OwnedFd,
     /// What root saw.
     pub seen: Vec<Check>,
+    /// What runs the guests.
+    pub vmm: Vmm,
     /// One line: what runs the guests, and why that.
     pub runs_on: String,
     /// Where to say that it is ready.
@@ -122,17 +125,12 @@ impl Pepod {
     /// # Errors
     /// The store, the Images or the privileged side cannot be used.
     pub async fn run(begun: Begun) -> anyhow::Result<u8> {
-        let Begun { config, tag, operator, edge, edge_uid, host, seen, runs_on, ready, exit_when_idle } = begun;
+        let Begun { config, tag, operator, edge, edge_uid, host, seen, vmm, runs_on, ready, exit_when_idle } = begun;
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
         let app = store.default_app()?;
         let agent = guest_agent(&config)?;
         let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
-        let vmm = match config.sandbox.vmm {
-            VmmChoice::Auto | VmmChoice::Qemu => Vmm::Qemu,
-            #[cfg(feature = "fake")]
-            VmmChoice::Fake => Vmm::Fake,
-        };
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
         let sessions =

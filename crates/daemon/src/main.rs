@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
+//! pepod setup [--check] [--from FILE]                                                 [--json]
 //! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
 //! pepod keeper --fd N | jail --fd N | share --fd N | relay --fd N | build … | probe                  its own, by re-execution
 //! ```
@@ -32,7 +33,7 @@ fn run() -> anyhow::Result<ExitCode> {
     use lexopt::Arg::{Long, Short, Value};
     let mut words = Vec::new();
     let (mut fd, mut flags, mut sets) = (None, Flags::default(), Vec::new());
-    let (mut print, mut only_look, mut all) = (Print::Text, false, false);
+    let (mut print, mut only_look, mut all, mut from) = (Print::Text, false, false, None);
     if std::env::args().nth(1).as_deref() == Some("build") {
         let rest: Vec<String> = std::env::args().skip(2).collect();
         return Ok(pepo_daemon::image::build::main(&rest));
@@ -52,7 +53,8 @@ fn run() -> anyhow::Result<ExitCode> {
                 sets.push((key.to_owned(), value.to_owned()));
             }
             Long("json") => print = Print::Json,
-            Long("dry-run") | Short('n') => only_look = true,
+            Long("dry-run" | "check") | Short('n') => only_look = true,
+            Long("from") => from = Some(std::path::PathBuf::from(parser.value()?)),
             Long("all") => all = true,
             Long("version") | Short('V') => words = vec!["version".to_owned()],
             Value(word) => words.push(word.string()?),
@@ -71,16 +73,20 @@ fn run() -> anyhow::Result<ExitCode> {
     }
     let typed = Typed::from_process(sets);
     match words[..] {
-        ["config", verb] => return modes::config(&typed, verb, print),
-        ["config"] => return modes::config(&typed, "show", print),
+        ["config", verb] => return modes::config(typed, verb, print),
+        ["config"] => return modes::config(typed, "show", print),
         _ => {}
     }
-    let config = Config::read(&typed)?;
     match words[..] {
-        [] | ["serve"] => serve(config, flags),
-        ["doctor"] => modes::doctor(&config, print),
-        ["sweep"] => modes::sweep(&config, only_look, all, print),
-        ["version"] => modes::print_version(&config, print),
-        _ => anyhow::bail!("`{}` is no mode: serve, doctor, sweep, version, config", words.join(" ")),
+        ["sweep"] => return modes::sweep(&Config::read(&typed)?, only_look, all, print),
+        ["setup"] => return modes::setup(&Config::read(&typed)?, only_look, from.as_deref(), print),
+        _ => {}
+    }
+    let (config, seen) = modes::settle(typed)?;
+    match words[..] {
+        [] | ["serve"] => serve(config, seen, flags),
+        ["doctor"] => modes::doctor(&config, &seen, print),
+        ["version"] => modes::print_version(&config, &seen, print),
+        _ => anyhow::bail!("`{}` is no mode: serve, doctor, setup, sweep, version, config", words.join(" ")),
     }
 }

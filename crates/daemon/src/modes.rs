@@ -2,15 +2,18 @@
 
 use std::io::Write as _;
 use std::os::fd::{OwnedFd, RawFd};
+use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::Context as _;
-use pepo_api::{DoctorReport, Leftover, Severity, SweepReport};
-use pepo_sandbox::{jail, keeper, share, sweep, sys};
+use pepo_api::{DoctorReport, Leftover, SetupState, Severity, SweepReport};
+use pepo_sandbox::vmm::probe::{self, Hardware, Wanted};
+use pepo_sandbox::{Vmm, jail, keeper, share, sweep, sys};
 use serde::Serialize;
 
-use crate::config::{self, Config, Typed};
-use crate::{doctor, places, server, version};
+use crate::config::{self, Column, Config, Typed, VmmChoice};
+use crate::doctor::Seen;
+use crate::{doctor, places, server, setup, version};
 
 /// How a tool prints.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,24 +81,80 @@ pub fn enter_jail(fd: RawFd) -> anyhow::Result<ExitCode> {
 /// # Errors
 /// Nobody reads it.
 pub fn probe() -> anyhow::Result<ExitCode> {
-    say(&format!("{}\n", doctor::virtualization()))?;
+    say(&format!("{}\n", probe::hardware()))?;
     Ok(ExitCode::SUCCESS)
 }
 
 /// Asks `pepod probe`.
-pub fn probed() -> String {
+fn probed() -> Hardware {
     let asked =
         Command::new("/proc/self/exe").arg("probe").env_clear().stdin(Stdio::null()).stderr(Stdio::null()).output();
     let said = asked.map(|output| String::from_utf8_lossy(&output.stdout).trim().to_owned()).unwrap_or_default();
-    if said.is_empty() { "whether hardware virtualization works could not be found out".into() } else { said }
+    if said == Hardware::Usable.to_string() {
+        Hardware::Usable
+    } else if said.is_empty() {
+        Hardware::Unusable("whether hardware virtualization works could not be found out".into())
+    } else {
+        Hardware::Unusable(said)
+    }
+}
+
+/// The settings, once it is chosen what runs the guests: their usual size follows from that.
+///
+/// # Errors
+/// The configuration is wrong.
+pub fn settle(mut typed: Typed) -> anyhow::Result<(Config, Seen)> {
+    let config = Config::read(&typed)?;
+    let wanted = match config.sandbox.vmm {
+        VmmChoice::Auto => Wanted::Automatic,
+        VmmChoice::Qemu => Wanted::Qemu,
+        VmmChoice::Firecracker => Wanted::Firecracker,
+        #[cfg(feature = "fake")]
+        VmmChoice::Fake => {
+            let choice = probe::Choice { vmm: Vmm::Fake, reason: "tests".into() };
+            return Ok((config, Seen { hardware: Hardware::Unusable("tests".into()), choice }));
+        }
+    };
+    let hardware = probed();
+    let installed = setup::installed(&config);
+    let choice = probe::choose(wanted, &hardware, installed.as_ref().map(drop).map_err(|why| &**why));
+    let config = match choice.vmm {
+        Vmm::Firecracker => {
+            typed.column = Column::Hardware;
+            Config::read(&typed)?
+        }
+        _ => config,
+    };
+    Ok((config, Seen { hardware, choice }))
+}
+
+/// `pepod setup [--check] [--from FILE]`.
+///
+/// # Errors
+/// Nothing was installed.
+pub fn setup(config: &Config, only_look: bool, from: Option<&Path>, print: Print) -> anyhow::Result<ExitCode> {
+    let report = match (from, only_look) {
+        (Some(_), true) => anyhow::bail!("--check looks, --from installs: one of them"),
+        (Some(from), false) => setup::install(config, from)?,
+        (None, _) => setup::look(config),
+    };
+    let missing = matches!(report.state, SetupState::Missing | SetupState::Damaged);
+    match print {
+        Print::Json => say_json(&report)?,
+        Print::Text => {
+            say(&format!("{} {} ({})\n", report.name, report.found, report.directory))?;
+            anyhow::ensure!(!missing || only_look, "`pepo setup` gets it; pepod installs with --from FILE");
+        }
+    }
+    Ok(ExitCode::from(u8::from(missing)))
 }
 
 /// `pepod doctor`.
 ///
 /// # Errors
 /// Nobody reads it.
-pub fn doctor(config: &Config, print: Print) -> anyhow::Result<ExitCode> {
-    let mut checks = doctor::root(config, &probed());
+pub fn doctor(config: &Config, seen: &Seen, print: Print) -> anyhow::Result<ExitCode> {
+    let mut checks = doctor::root(config, seen);
     checks.extend(doctor::anybody(config));
     let bad = checks.iter().any(|check| check.severity == Severity::Error);
     match print {
@@ -151,8 +210,8 @@ pub fn sweep(config: &Config, only_look: bool, all: bool, print: Print) -> anyho
 ///
 /// # Errors
 /// Nobody reads it.
-pub fn print_version(config: &Config, print: Print) -> anyhow::Result<ExitCode> {
-    let mut version = version(&runs_on(&probed()));
+pub fn print_version(config: &Config, seen: &Seen, print: Print) -> anyhow::Result<ExitCode> {
+    let mut version = version(&seen.choice.to_string());
     version.guest_digest = crate::guest_agent(config).ok().and_then(|path| crate::digest_of(&path).ok());
     match print {
         Print::Json => say_json(&version)?,
@@ -161,24 +220,26 @@ pub fn print_version(config: &Config, print: Print) -> anyhow::Result<ExitCode> 
     Ok(ExitCode::SUCCESS)
 }
 
-/// One line: what runs the guests, and why that.
-pub fn runs_on(virtualization: &str) -> String {
-    format!("qemu, software emulation ({virtualization})")
-}
-
 /// `pepod config show|check|default`.
 ///
 /// # Errors
 /// The configuration is wrong, or there is no such verb.
-pub fn config(typed: &Typed, verb: &str, print: Print) -> anyhow::Result<ExitCode> {
+pub fn config(typed: Typed, verb: &str, print: Print) -> anyhow::Result<ExitCode> {
     match verb {
-        "default" => say(&config::default_file())?,
+        "default" => {
+            // What is set does not matter to what would be the default, but for what runs the guests.
+            let column = settle(typed).map_or(Column::Emulation, |(_, seen)| match seen.choice.vmm {
+                Vmm::Firecracker => Column::Hardware,
+                _ => Column::Emulation,
+            });
+            say(&config::default_file(column))?;
+        }
         "check" => {
-            let config = Config::read(typed)?;
+            let config = Config::read(&typed)?;
             say(&format!("{}: valid\n", config.places.file.display()))?;
         }
         "show" => {
-            let config = Config::read(typed)?;
+            let (config, _) = settle(typed)?;
             match print {
                 Print::Json => say_json(&server::shown(&config))?,
                 Print::Text => {

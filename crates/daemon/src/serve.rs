@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use pepo_sandbox::host::{HostConfig, Split, split};
-use pepo_sandbox::{rights, sys};
+use pepo_sandbox::{Vmm, rights, sys};
 
 use crate::accounts::{self, Account};
 use crate::config::Config;
-use crate::{Begun, Pepod, doctor, modes, places};
+use crate::doctor::Seen;
+use crate::{Begun, Pepod, doctor, places, setup};
 
 /// Where `mkfs.ext4` is.
 const MKFS: [&str; 3] = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4", "/usr/bin/mkfs.ext4"];
@@ -29,7 +30,7 @@ pub struct Flags {
 ///
 /// # Errors
 /// Whatever is not as it must be.
-pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
+pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCode> {
     log(&config.log)?;
     // A pipe that nobody reads must not end us, and a name in `ps` must be ours.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
@@ -38,8 +39,11 @@ pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
     anyhow::ensure!(root || fake, "pepod must be started as root: sudo pepo up");
     let (pepo, edge) = users(root)?;
     let instance = places::prepare(&config.places, pepo).context("the instance cannot be taken")?;
-    let virtualization = if fake { "tests".to_owned() } else { modes::probed() };
-    let seen = doctor::root(&config, &virtualization);
+    let installed = setup::installed(&config);
+    if runs.choice.vmm == Vmm::Firecracker {
+        installed.as_ref().map_err(|why| anyhow::anyhow!("{why}"))?;
+    }
+    let seen = doctor::root(&config, &runs);
     let operator = places::bind(&config.places.operator_socket(), root.then_some(pepo.gid))?;
     let edge_socket = places::bind(&config.places.edge_socket(), root.then_some(edge.gid))?;
     let ready = match flags.ready_fd {
@@ -83,7 +87,8 @@ pub fn serve(config: Config, flags: Flags) -> anyhow::Result<ExitCode> {
                 edge_uid: root.then_some(edge.uid),
                 host: socket,
                 seen,
-                runs_on: modes::runs_on(&virtualization),
+                vmm: runs.choice.vmm,
+                runs_on: runs.choice.to_string(),
                 ready,
                 exit_when_idle: flags.exit_when_idle,
             };

@@ -84,7 +84,7 @@ fn run() -> Outcome<()> {
         uid: VMM_UID,
     };
     let plan = Plan { boot, root: root.into(), state, until: until.ok_or("--until TEXT")?, boots };
-    writeln!(io::stdout(), "{}", probe::choose(probe::Wanted::Automatic)?)?;
+    writeln!(io::stdout(), "{}", probe::hardware())?;
     fs::create_dir_all(&plan.state)?;
     let programs = closure::prepare(&plan.state, &closure::Sources::default())?;
     sys::unshare(libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS)?;

@@ -132,6 +132,17 @@ pub fn time_stamp() -> Option<u64> {
     None
 }
 
+/// Whether somebody keeps this machine's clock right (the kernel's own account of it). Caller: `pepod doctor`.
+pub fn clock_is_synchronized() -> io::Result<bool> {
+    const UNSYNCHRONIZED: libc::c_int = 0x40;
+    // SAFETY: `timex` is plain integers, for which zero is a value; with `modes` zero the call only fills it in.
+    unsafe {
+        let mut now: libc::timex = std::mem::zeroed();
+        check(libc::adjtimex(&mut now))?;
+        Ok(now.status & UNSYNCHRONIZED == 0)
+    }
+}
+
 fn check<N: Into<i64> + Copy>(result: N) -> io::Result<N> {
     if result.into() < 0 { Err(io::Error::last_os_error()) } else { Ok(result) }
 }

@@ -14,6 +14,7 @@ mod logs;
 mod ps;
 mod run;
 mod session;
+mod setup;
 mod shell;
 mod sweep;
 mod up;
@@ -67,6 +68,8 @@ enum Verb {
     Image(image::Image),
     /// Look at this host: what works, what does not, what to do
     Doctor(doctor::Doctor),
+    /// Install what this host lacks to run guests on its own processor
+    Setup(setup::Setup),
     /// Remove what dead Sessions and daemons left on this host
     Sweep(sweep::Sweep),
     /// Check and show settings
@@ -111,6 +114,7 @@ impl Cli {
             Verb::Cp(verb) => verb.run(place()?).await,
             Verb::Image(verb) => verb.run(place()?).await,
             Verb::Doctor(verb) => verb.run(place()?).await,
+            Verb::Setup(verb) => verb.run(place()?).await,
             Verb::Sweep(verb) => verb.run(place()?).await,
             Verb::Config(verb) => verb.run(place()?).await,
             Verb::Version(verb) => verb.run(place()?).await,

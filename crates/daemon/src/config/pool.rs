@@ -117,7 +117,7 @@ mod tests {
 
     fn read(flags: &[(&str, &str)]) -> Result<PoolConfig, String> {
         let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
-        let typed = Typed { environment: Vec::new(), flags };
+        let typed = Typed { flags, ..Typed::default() };
         Config::read(&typed).map(|config| config.pool).map_err(|error| error.to_string())
     }
 

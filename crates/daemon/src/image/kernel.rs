@@ -119,6 +119,9 @@ fn decompress(bytes: &[u8]) -> io::Result<Vec<u8>> {
             })?;
         }
         [0x02, 0x21, 0x4c, 0x18, rest @ ..] => lz4_legacy(rest, &mut out)?,
+        [0x1f, 0x8b, ..] => {
+            flate2::read::GzDecoder::new(bytes).take(UNPACKED).read_to_end(&mut out)?;
+        }
         _ => return Err(io::Error::other("unknown compression")),
     }
     if out.len() as u64 >= UNPACKED {

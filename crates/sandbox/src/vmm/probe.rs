@@ -10,6 +10,7 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
+use crate::plan::Vmm;
 use crate::sys::kvm;
 
 /// How long the probe guest may take. A real one needs a few milliseconds, an interpreted one some seconds.
@@ -23,30 +24,26 @@ pub enum Wanted {
     Automatic,
     /// QEMU in software emulation, whatever the host has.
     Qemu,
-    /// Firecracker on hardware virtualization.
+    /// Firecracker, whatever the host has.
     Firecracker,
-}
-
-/// A VMM this version drives.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
-    /// QEMU `microvm`, software emulation.
-    Qemu,
 }
 
 /// The VMM chosen, and why, for one line to the operator.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Choice {
     /// Which.
-    pub kind: Kind,
+    pub vmm: Vmm,
     /// What was seen on the host.
     pub reason: String,
 }
 
 impl fmt::Display for Choice {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Kind::Qemu = self.kind;
-        write!(out, "qemu, software emulation ({})", self.reason)
+        let how = match self.vmm {
+            Vmm::Firecracker => "hardware virtualization",
+            _ => "software emulation",
+        };
+        write!(out, "{}, {how} ({})", self.vmm.caps().name, self.reason)
     }
 }
 
@@ -59,28 +56,33 @@ pub enum Hardware {
     Unusable(String),
 }
 
-/// Why no VMM was chosen.
-#[derive(Debug, thiserror::Error)]
-pub enum Error {
-    /// Asked for something this version does not drive.
-    #[error("firecracker is not supported by this version: leave the choice to pepo, or ask for qemu")]
-    Firecracker,
+impl fmt::Display for Hardware {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Hardware::Usable => out.write_str("hardware virtualization works here"),
+            Hardware::Unusable(why) => out.write_str(why),
+        }
+    }
 }
 
-/// Chooses the VMM.
-///
-/// # Errors
-/// If what is wanted cannot be had.
-pub fn choose(wanted: Wanted) -> Result<Choice, Error> {
-    let reason = match wanted {
-        Wanted::Firecracker => return Err(Error::Firecracker),
-        Wanted::Qemu => "as asked for".to_owned(),
-        Wanted::Automatic => match hardware() {
-            Hardware::Usable => "this host has hardware virtualization, which this version does not use".to_owned(),
-            Hardware::Unusable(why) => why,
-        },
+/// Chooses the VMM. Firecracker is `installed`, or why it cannot be used. What is asked for is taken: whether it can work
+/// is for its caller to see.
+pub fn choose(wanted: Wanted, hardware: &Hardware, installed: Result<(), &str>) -> Choice {
+    let (vmm, reason) = match (wanted, hardware, installed) {
+        (Wanted::Qemu, ..) => (Vmm::Qemu, "as asked for".to_owned()),
+        (Wanted::Firecracker, Hardware::Usable, _) => (Vmm::Firecracker, "as asked for".to_owned()),
+        (Wanted::Firecracker, Hardware::Unusable(why), _) => {
+            (Vmm::Firecracker, format!("as asked for, although {why}"))
+        }
+        (Wanted::Automatic, Hardware::Usable, Ok(())) => {
+            (Vmm::Firecracker, "a guest ran on this host's KVM".to_owned())
+        }
+        (Wanted::Automatic, Hardware::Usable, Err(why)) => {
+            (Vmm::Qemu, format!("hardware virtualization works here, but {why}"))
+        }
+        (Wanted::Automatic, Hardware::Unusable(why), _) => (Vmm::Qemu, why.clone()),
     };
-    Ok(Choice { kind: Kind::Qemu, reason })
+    Choice { vmm, reason }
 }
 
 /// Looks at the processor, then runs the probe guest. Takes up to two seconds on a host whose KVM hangs.
@@ -116,9 +118,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_vmm_is_always_found_and_what_cannot_be_had_is_refused() {
-        assert_eq!(choose(Wanted::Automatic).unwrap().kind, Kind::Qemu);
-        assert!(choose(Wanted::Firecracker).unwrap_err().to_string().contains("firecracker"));
+    fn what_is_chosen_and_why_is_one_line() {
+        let none = Hardware::Unusable("no hardware virtualization: /dev/kvm is not there".to_owned());
+        let said = |wanted, hardware: &Hardware, installed| choose(wanted, hardware, installed).to_string();
+        let missing = Err("firecracker is not installed (sudo pepo setup)");
+        for (line, wanted) in [
+            (
+                said(Wanted::Automatic, &Hardware::Usable, Ok(())),
+                "firecracker, hardware virtualization (a guest ran on this host's KVM)",
+            ),
+            (
+                said(Wanted::Automatic, &Hardware::Usable, missing),
+                "qemu, software emulation (hardware virtualization works here, but firecracker is not installed (sudo pepo setup))",
+            ),
+            (
+                said(Wanted::Automatic, &none, Ok(())),
+                "qemu, software emulation (no hardware virtualization: /dev/kvm is not there)",
+            ),
+            (said(Wanted::Qemu, &Hardware::Usable, Ok(())), "qemu, software emulation (as asked for)"),
+            (
+                said(Wanted::Firecracker, &Hardware::Usable, Ok(())),
+                "firecracker, hardware virtualization (as asked for)",
+            ),
+            (
+                said(Wanted::Firecracker, &none, Ok(())),
+                "firecracker, hardware virtualization (as asked for, although no hardware virtualization: /dev/kvm is not there)",
+            ),
+        ] {
+            assert_eq!(line, wanted);
+        }
     }
 
     #[test]

@@ -1,27 +1,32 @@
 //! What is well and what is wrong on this host, as findings with what to do about each.
 //!
-//! Two vantage points: [`root`] sees what takes rights and is looked at once, before pepod gives its rights up; [`anybody`]
+//! [`host`] reads the host's files; this module asks what no file tells. Two vantage points: [`root`] sees what takes rights and is looked at once, before pepod gives its rights up; [`anybody`]
 //! is looked at again each time. `pepod doctor` without a daemon does both.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use pepo_api::{Check, SandboxId, Severity};
+use pepo_api::{Check, SandboxId, SetupState, Severity};
 use pepo_sandbox::cgroup::Hierarchies;
-use pepo_sandbox::chain;
-use pepo_sandbox::registry;
-use pepo_sandbox::vmm::{closure, probe};
+use pepo_sandbox::vmm::closure;
+use pepo_sandbox::vmm::probe::{Choice, Hardware};
+use pepo_sandbox::{Vmm, chain, registry, sys};
 
-use crate::accounts;
+use self::host::{Purpose, Root};
 use crate::capacity::{Budget, Load};
 use crate::config::{Config, PoolShape, VmmChoice};
-use crate::pool;
+use crate::{accounts, pool, setup};
+
+pub mod host;
 
 /// Descriptors that a hundred Sandboxes with their callers need.
 const NOFILE: u64 = 4096;
 
 /// Free room below which the first full scratch disk is the end, MiB.
 const ROOM_MIB: u64 = 4096;
+
+/// Free files below which building and jails soon fail.
+const ROOM_FILES: u64 = 10_000;
 
 fn check(name: &str, severity: Severity, found: impl Into<String>) -> Check {
     Check { name: name.into(), severity, found: found.into(), fix: None }
@@ -31,13 +36,48 @@ fn wrong(name: &str, severity: Severity, found: impl Into<String>, fix: impl Int
     Check { fix: Some(fix.into()), ..check(name, severity, found) }
 }
 
+/// What was found out about hardware and programs before anything is started.
+#[derive(Clone, Debug)]
+pub struct Seen {
+    /// Whether hardware virtualization really works.
+    pub hardware: Hardware,
+    /// What runs the guests, and why that.
+    pub choice: Choice,
+}
+
 /// What takes rights to see.
-pub fn root(config: &Config, virtualization: &str) -> Vec<Check> {
+pub fn root(config: &Config, seen: &Seen) -> Vec<Check> {
     let mut checks = vec![rights()];
-    checks.extend(vmm(config, virtualization));
+    checks.extend(vmm(config, seen));
     checks.push(cgroups());
     checks.push(uids());
+    let files = Root("/".into());
+    let purpose = match seen.choice.vmm {
+        Vmm::Firecracker => Purpose::Production,
+        _ => Purpose::Development,
+    };
+    let threads = seen.choice.vmm.caps().threads + u64::from(config.sandbox.cpus);
+    let load = host::Load { sandboxes: config.sandbox.budget.places, threads, files: FILES_EACH };
+    checks.extend(host::all(&files, purpose, load, registry::FIRST_UID..=registry::LAST_UID));
+    checks.push(host::place(&files, &config.places.state));
+    checks.push(clock());
     checks
+}
+
+/// Open files of a Sandbox's processes together, on the host: VMM and device about 60, streams beside.
+const FILES_EACH: u64 = 256;
+
+fn clock() -> Check {
+    match sys::clock_is_synchronized() {
+        Ok(true) => check("clock", Severity::Ok, "kept right"),
+        Ok(false) => wrong(
+            "clock",
+            Severity::Warning,
+            "nobody keeps this host's clock right, and guests take theirs from it",
+            "apt install chrony",
+        ),
+        Err(error) => check("clock", Severity::Info, format!("the kernel does not tell: {error}")),
+    }
 }
 
 fn rights() -> Check {
@@ -60,20 +100,73 @@ fn rights() -> Check {
     }
 }
 
-fn vmm(config: &Config, virtualization: &str) -> Vec<Check> {
+fn vmm(config: &Config, seen: &Seen) -> Vec<Check> {
     #[cfg(feature = "fake")]
     if config.sandbox.vmm == VmmChoice::Fake {
         return vec![check("vmm", Severity::Error, "a test build that runs guests as host processes")];
     }
-    let mut checks = vec![check("virtualization", Severity::Info, virtualization)];
-    let mut boundary = check(
+    let virtualization = match (&seen.hardware, seen.choice.vmm) {
+        (Hardware::Usable, Vmm::Firecracker) => check("virtualization", Severity::Ok, seen.hardware.to_string()),
+        (Hardware::Usable, _) if config.sandbox.vmm == VmmChoice::Auto => {
+            wrong("virtualization", Severity::Warning, &*seen.choice.reason, "sudo pepo setup")
+        }
+        (Hardware::Unusable(why), Vmm::Firecracker) => wrong(
+            "virtualization",
+            Severity::Error,
+            format!("firecracker is asked for, although {why}"),
+            "use a host with hardware virtualization, or leave sandbox.vmm at auto",
+        ),
+        _ => check("virtualization", Severity::Info, seen.hardware.to_string()),
+    };
+    let mut checks = vec![virtualization];
+    checks.extend(match seen.choice.vmm {
+        Vmm::Firecracker => firecracker(config),
+        _ => emulation(config),
+    });
+    checks
+}
+
+/// The release's two programs: pinned, static, root's.
+fn firecracker(config: &Config) -> Vec<Check> {
+    let boundary = check("boundary", Severity::Ok, "each guest has hardware's boundary, and a jail around its VMM");
+    let jailable = || {
+        let directory = setup::installed(config)?;
+        let sources = closure::Sources { firecracker: Some(directory), ..closure::Sources::default() };
+        let jails = config.places.state.join("jail");
+        closure::firecracker(&jails, &sources).map_err(|error| chain(&error))
+    };
+    let copy = match jailable() {
+        Ok(copy) => copy,
+        Err(why) => return vec![wrong("vmm", Severity::Error, why, "sudo pepo setup"), boundary],
+    };
+    let digest: String = copy.digest.chars().take(12).collect();
+    let found = format!("firecracker and its jailer, static, as copied to {digest}");
+    let vmm = match (&config.firecracker, setup::look(config)) {
+        (None, report) if report.state == SetupState::Installed => {
+            check("vmm", Severity::Ok, format!("{found}; {}", report.found))
+        }
+        (None, report) => wrong("vmm", Severity::Error, report.found, "sudo pepo setup"),
+        (Some(own), _) => wrong(
+            "vmm",
+            Severity::Warning,
+            format!(
+                "{found}, from {}: whether it filters system calls as the release does is not known",
+                own.display()
+            ),
+            "sudo pepo setup, and leave sandbox.firecracker empty",
+        ),
+    };
+    vec![vmm, boundary]
+}
+
+fn emulation(config: &Config) -> Vec<Check> {
+    let boundary = wrong(
         "boundary",
         Severity::Warning,
         "guests run in software emulation, which its authors do not call a security boundary: the jail around it is what holds",
+        "for code that you have reason to fear, use a host with hardware virtualization",
     );
-    boundary.fix = Some("for code that you have reason to fear, use a host of its own".into());
-    let sources = closure::Sources::default();
-    checks.push(match closure::prepare(&config.places.state, &sources) {
+    let vmm = match closure::prepare(&config.places.state, &closure::Sources::default()) {
         Ok(programs) => {
             let short = |digest: &str| digest.chars().take(12).collect::<String>();
             let found = format!(
@@ -90,10 +183,8 @@ fn vmm(config: &Config, virtualization: &str) -> Vec<Check> {
             chain(&error),
             "apt install qemu-system-x86; `make install` brings vhost-device-vsock",
         ),
-    });
-    let _ = matches!(config.sandbox.vmm, VmmChoice::Auto);
-    checks.push(boundary);
-    checks
+    };
+    vec![vmm, boundary]
 }
 
 fn qemu_version() -> String {
@@ -186,7 +277,10 @@ fn room(state: &Path) -> Check {
         Ok(stat) => {
             let free_mib = stat.f_bavail.saturating_mul(stat.f_frsize) >> 20;
             let found = format!("{free_mib} MiB free for {}", state.display());
-            if free_mib < ROOM_MIB {
+            if stat.f_files > 0 && stat.f_favail < ROOM_FILES {
+                let found = format!("room for {} files below {}", stat.f_favail, state.display());
+                wrong("disk", Severity::Warning, found, "remove files, or move the state to a larger file system")
+            } else if free_mib < ROOM_MIB {
                 let fix = format!(
                     "make room: an Image takes about 600 MiB, a scratch disk up to its size; {ROOM_MIB} MiB are advised"
                 );
@@ -284,12 +378,4 @@ pub fn debts(owed: &BTreeMap<SandboxId, String>) -> Check {
     }
     let list: Vec<_> = owed.iter().map(|(id, what)| format!("{id}: {what}")).collect();
     wrong("leftovers", Severity::Warning, list.join("; "), "pepod goes on trying; `pepo sweep` tries now")
-}
-
-/// Whether hardware virtualization really works here, as one line. Runs a guest of a few instructions.
-pub fn virtualization() -> String {
-    match probe::hardware() {
-        probe::Hardware::Usable => "hardware virtualization works here, and this release does not use it".into(),
-        probe::Hardware::Unusable(why) => why,
-    }
 }
