@@ -128,6 +128,20 @@ pub struct Error {
     /// For `session_terminated` and `sandbox_ended`: why and when.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ended: Option<Ended>,
+    /// For a quota that is used up: which one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub quota: Option<Quota>,
+}
+
+/// A quota of an App that is used up.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Quota {
+    /// Its name, as in the App's `quota`.
+    pub name: String,
+    /// What is used.
+    pub used: u64,
+    /// What may be used.
+    pub limit: u64,
 }
 
 /// The end of a Session or Sandbox.
@@ -176,6 +190,7 @@ impl Error {
             retryable: code.retryable(),
             request_id: None,
             ended: None,
+            quota: None,
         }
     }
 
@@ -188,6 +203,12 @@ impl Error {
     /// Adds which field it is about.
     pub fn param(mut self, param: impl Into<String>) -> Self {
         self.param = Some(param.into());
+        self
+    }
+
+    /// Adds which quota it is about.
+    pub fn quota(mut self, quota: Quota) -> Self {
+        self.quota = Some(quota);
         self
     }
 

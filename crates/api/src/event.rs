@@ -46,9 +46,9 @@ pub struct Event {
     pub detail: Map<String, Value>,
 }
 
-/// One server-sent event of `GET /v1/events` and `GET /v1/audit`; its name is the variant.
+/// One server-sent event of `GET /v1/events` and `GET /v1/audit`: named `event` or `gap`, with this as its data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
+#[serde(untagged)]
 pub enum FeedEvent {
     /// The next one.
     Event(Box<Event>),

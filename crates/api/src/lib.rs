@@ -5,6 +5,7 @@
 
 #![forbid(unsafe_code)]
 
+mod app;
 mod command;
 mod error;
 mod event;
@@ -14,16 +15,21 @@ mod image;
 mod operator;
 pub mod query;
 mod routes;
+mod scope;
 mod session;
 
 #[cfg(feature = "client")]
 pub mod client;
 
+pub use app::{
+    App, AppDefaults, AppLimits, AppQuota, AppSettings, AppUse, AppliedFile, Change, CreateApp, CreateKey, Key, NewKey,
+    RotateKey, UpdateApp,
+};
 pub use command::{
     AttachControl, Command, CommandEnd, CommandRole, CommandState, CreateCommand, OnDisconnect, Output, PtySize,
     SendSignal, StdinAnswer, StreamEvent, Text,
 };
-pub use error::{Ended, Error, ErrorBody, ErrorCode};
+pub use error::{Ended, Error, ErrorBody, ErrorCode, Quota};
 pub use event::{Event, FeedEvent};
 pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
@@ -33,6 +39,7 @@ pub use operator::{
     SweepReport, SweepRequest, Version,
 };
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
+pub use scope::{ADMIN, Scope, ScopeError};
 pub use session::{
     CreateSession, IfTerminated, NetworkMode, NetworkSpec, Page, ReadySpec, Reason, Restart, Service, ServiceSpec,
     ServiceState, Session, SessionState, SessionStats, Setup, UpdateSession,

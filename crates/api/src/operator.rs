@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use crate::id::{AppId, KeyId};
+use crate::scope::Scope;
 
 /// Answer to `GET /v1/version`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -164,8 +165,9 @@ pub struct ConfigShown {
 pub struct EdgeState {
     /// Counts changes.
     pub generation: u64,
-    /// Keys that are valid.
-    pub keys: Vec<EdgeKey>,
+    /// Keys that are valid. Absent where `after` is this generation: the asker has them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub keys: Option<Vec<EdgeKey>>,
 }
 
 /// A key as the edge needs it.
@@ -177,4 +179,12 @@ pub struct EdgeKey {
     pub app_id: AppId,
     /// SHA-256 of the key's text, 64 hex digits.
     pub sha256: String,
+    /// What it may do.
+    pub scopes: Vec<Scope>,
+    /// Where it may be used from, as `address/bits`; empty: from anywhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<String>,
+    /// When it ends.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expires_at: Option<jiff::Timestamp>,
 }

@@ -149,3 +149,84 @@ pub struct UnderPath {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recursive: Option<bool>,
 }
+
+/// Of `event_list` and `audit_list`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListEvents {
+    /// JSON form: entries in a page, 1..=1000. 100 where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limit: Option<u32>,
+    /// JSON form: where the page before ended.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cursor: Option<String>,
+    /// Only those after this id. Event form: begin there rather than now; `Last-Event-ID` beats it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
+    /// Only those of these types, exact or all of a noun (`session.*`).
+    #[serde(default, rename = "type", skip_serializing_if = "Vec::is_empty")]
+    pub kind: Vec<String>,
+    /// Only those with all of these labels, each `key=value`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub label: Vec<String>,
+    /// Only those of this Session, by id, or by name while it lives.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub session: Option<String>,
+}
+
+/// Of `app_list`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListApps {
+    /// Only those with all of these labels, each `key=value`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub label: Vec<String>,
+}
+
+/// Of `app_remove`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RemoveApp {
+    /// End its Sessions first. False where absent: then one that lives is a refusal.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub force: Option<bool>,
+}
+
+/// Of `app_file_show`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowFile {
+    /// Which version. The one in force where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub version: Option<u64>,
+}
+
+/// Of `app_file_apply`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ApplyFile {
+    /// Only say what would change. False where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub dry_run: Option<bool>,
+    /// Refuse with `conflict` where another version than this one is in force.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub if_version: Option<u64>,
+}
+
+/// Of `key_list`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ListKeys {
+    /// Also those that are revoked or over. False where absent.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub all: Option<bool>,
+}
+
+/// Of `edge_state`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowEdgeState {
+    /// Answer when the generation is above this one, or after a second; then without what is known already.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub after: Option<u64>,
+}

@@ -15,33 +15,70 @@ pub enum Audience {
     Anyone,
 }
 
-/// What authorization asks about.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Action {
+macro_rules! actions {
+    ($($(#[doc = $doc:literal])+ $variant:ident = $word:literal;)+) => {
+        /// What authorization asks about.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        pub enum Action {
+            $($(#[doc = $doc])+ $variant,)+
+        }
+
+        impl Action {
+            /// Every action.
+            pub const ALL: &'static [Action] = &[$(Action::$variant),+];
+
+            /// Its word in scopes.
+            pub fn word(self) -> &'static str {
+                match self { $(Action::$variant => $word),+ }
+            }
+        }
+    };
+}
+
+actions! {
     /// See Sessions.
-    SessionsRead,
+    SessionsRead = "sessions:read";
     /// Make, change and end Sessions.
-    SessionsWrite,
+    SessionsWrite = "sessions:write";
     /// See Commands and their output.
-    CommandsRead,
+    CommandsRead = "commands:read";
     /// Run Commands and speak to them.
-    CommandsRun,
+    CommandsRun = "commands:run";
     /// See files.
-    FilesRead,
+    FilesRead = "files:read";
     /// Change files.
-    FilesWrite,
+    FilesWrite = "files:write";
     /// Connect to a port inside.
-    PortsConnect,
+    PortsConnect = "ports:connect";
     /// See Images.
-    ImagesRead,
+    ImagesRead = "images:read";
     /// Build and remove Images.
-    ImagesWrite,
+    ImagesWrite = "images:write";
+    /// Follow what happens.
+    EventsRead = "events:read";
+    /// See the App and its file.
+    AppsRead = "app:read";
+    /// Change the App and its file.
+    AppsWrite = "app:admin";
+    /// See the App's keys.
+    KeysRead = "app:admin";
+    /// Make and revoke the App's keys.
+    KeysWrite = "app:admin";
+    /// See who asked for what.
+    AuditRead = "app:admin";
     /// Look at and steer the host.
-    HostOperate,
+    HostOperate = "host:operate";
     /// Read what the edge needs.
-    EdgeSync,
+    EdgeSync = "edge:sync";
     /// Ask whether it lives.
-    Health,
+    Health = "health";
+}
+
+impl Action {
+    /// Whether an App's callers can be allowed it at all.
+    pub fn is_tenants(self) -> bool {
+        !matches!(self, Action::ImagesWrite | Action::HostOperate | Action::EdgeSync | Action::Health)
+    }
 }
 
 /// What a request carries.
@@ -91,6 +128,13 @@ pub struct Route {
     pub body: Body,
     /// What it answers.
     pub answer: Answer,
+}
+
+impl Route {
+    /// Whether it changes something, or opens a way in that can: what the audit log tells of.
+    pub fn changes(&self) -> bool {
+        self.method != Method::GET || matches!(self.answer, Answer::WebSocket | Answer::Upgrade)
+    }
 }
 
 const GET: &Method = &Method::GET;
@@ -157,6 +201,20 @@ routes! {
     image_build: POST "/v1/images", ImagesWrite, Operator, Json -> Events;
     image_remove: DELETE "/v1/images/{image}", ImagesWrite, Operator, None -> Json;
     image_gc: POST "/v1/images/gc", ImagesWrite, Operator, None -> Json;
+    event_list: GET "/v1/events", EventsRead, Tenant, None -> JsonOrEvents;
+    audit_list: GET "/v1/audit", AuditRead, Tenant, None -> JsonOrEvents;
+    app_create: POST "/v1/apps", HostOperate, Operator, Json -> Json;
+    app_list: GET "/v1/apps", AppsRead, Tenant, None -> Json;
+    app_show: GET "/v1/apps/{app}", AppsRead, Tenant, None -> Json;
+    app_update: PATCH "/v1/apps/{app}", AppsWrite, Tenant, Json -> Json;
+    app_remove: DELETE "/v1/apps/{app}", HostOperate, Operator, None -> Json;
+    app_file_show: GET "/v1/apps/{app}/file", AppsRead, Tenant, None -> Raw;
+    app_file_apply: PUT "/v1/apps/{app}/file", AppsWrite, Tenant, Raw -> Json;
+    key_create: POST "/v1/keys", KeysWrite, Tenant, Json -> Json;
+    key_list: GET "/v1/keys", KeysRead, Tenant, None -> Json;
+    key_show: GET "/v1/keys/{key}", KeysRead, Tenant, None -> Json;
+    key_rotate: POST "/v1/keys/{key}/rotate", KeysWrite, Tenant, Json -> Json;
+    key_revoke: DELETE "/v1/keys/{key}", KeysWrite, Tenant, None -> Json;
     version: GET "/v1/version", SessionsRead, Tenant, None -> Json;
     config_show: GET "/v1/config", HostOperate, Operator, None -> Json;
     doctor: GET "/v1/doctor", HostOperate, Operator, None -> Json;

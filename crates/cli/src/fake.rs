@@ -125,7 +125,7 @@ impl Fake {
 }
 
 fn instance(home: &Path) -> Instance {
-    Instance { home: Some(home.to_owned()) }
+    Instance { home: Some(home.to_owned()), app: None }
 }
 
 struct One {

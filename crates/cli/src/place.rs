@@ -20,6 +20,8 @@ const HOME_BYTES: usize = 40;
 pub struct Instance {
     /// `PEPO_HOME`, or nothing for the system's instance.
     pub home: Option<PathBuf>,
+    /// The App that requests are for, where not the default one.
+    pub app: Option<String>,
 }
 
 impl Instance {
@@ -36,7 +38,7 @@ impl Instance {
                 ));
             }
         }
-        Ok(Instance { home })
+        Ok(Instance { home, app: None })
     }
 
     /// Where sockets, locks and the log of a background daemon are.
@@ -56,7 +58,11 @@ impl Instance {
 
     /// A client that speaks to it.
     pub fn client(&self) -> Client {
-        Client::unix(self.socket())
+        let client = Client::unix(self.socket());
+        match &self.app {
+            Some(app) => client.of_app(app),
+            None => client,
+        }
     }
 
     /// How one names it in a command line.
@@ -114,13 +120,18 @@ pub fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
 }
 
-/// Finds out where Pepo is.
-pub fn find(context: Option<&str>) -> Outcome<Place> {
+/// Finds out where Pepo is, for requests of that App.
+pub fn find(context: Option<&str>, app: Option<&str>) -> Outcome<Place> {
     let file = variable("XDG_CONFIG_HOME")
         .map(PathBuf::from)
         .or_else(|| variable("HOME").map(|home| Path::new(&home).join(".config")))
         .map(|dir| dir.join("pepo").join("config.toml"));
-    resolve(context, file.as_deref(), variable)
+    let place = resolve(context, file.as_deref(), variable)?;
+    Ok(match (place, app) {
+        (place, None) => place,
+        (Place::Local(instance), Some(app)) => Place::Local(Instance { app: Some(app.to_owned()), ..instance }),
+        (Place::Remote(client), Some(app)) => Place::Remote(client.of_app(app)),
+    })
 }
 
 fn resolve(context: Option<&str>, file: Option<&Path>, variable: impl Fn(&str) -> Option<String>) -> Outcome<Place> {

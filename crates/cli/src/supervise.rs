@@ -415,7 +415,7 @@ mod tests {
     fn a_second_supervisor_hears_who_is_first() {
         let dir = tempfile::Builder::new().prefix("p").tempdir().unwrap();
         std::fs::set_permissions(dir.path(), std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
-        let instance = Instance { home: Some(dir.path().to_owned()) };
+        let instance = Instance { home: Some(dir.path().to_owned()), app: None };
         assert_eq!(holder(&lock_path(&instance)), None);
         let first = Supervisor::take(instance.clone()).unwrap();
         assert_eq!(holder(&lock_path(&instance)), Some(std::process::id()));

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 pub mod accounts;
+pub mod apps;
 pub mod capacity;
 pub mod config;
 pub mod doctor;
@@ -34,17 +35,18 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use pepo_api::{AppId, Check, Leftover, Ready, Reason, Version};
+use pepo_api::{AppId, Check, Leftover, Ready, Reason, Scope, Version};
 use pepo_sandbox::{Host, Tag, Vmm, proto};
 use sha2::{Digest as _, Sha256};
 use tokio::signal::unix::{SignalKind, signal as on_signal};
 use tokio::sync::watch;
 
+use apps::Apps;
 use config::{Config, PoolConfig};
 use image::Images;
-use server::Listener;
+use server::{Listener, Streams};
 use session::{Error, Files, FindImage, Sessions};
-use store::{NewKey, Store, Write};
+use store::{Actor, KeySpec, NewKey, Store, Write};
 
 /// How long the end of all Sandboxes may take.
 const DRAIN: Duration = Duration::from_secs(75);
@@ -99,7 +101,9 @@ struct Parts {
     sessions: Sessions,
     images: Arc<Images>,
     store: Store,
-    app: AppId,
+    apps: Apps,
+    streams: Streams,
+    edge_has: watch::Sender<EdgeHas>,
     tag: Tag,
     seen: Vec<Check>,
     runs_on: String,
@@ -107,6 +111,15 @@ struct Parts {
     stop: watch::Sender<Option<Stop>>,
     drained: watch::Sender<bool>,
     busy: watch::Sender<usize>,
+}
+
+/// What the edge said when it asked last.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct EdgeHas {
+    /// The generation of its copy.
+    pub generation: u64,
+    /// When it asked; none: not in this life.
+    pub asked: Option<std::time::Instant>,
 }
 
 /// Work that is no Session and keeps pepod from ending for idleness.
@@ -128,7 +141,7 @@ impl Pepod {
         let Begun { config, tag, operator, edge, edge_uid, host, seen, vmm, runs_on, ready, exit_when_idle } = begun;
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
-        let app = store.default_app()?;
+        let apps = Apps::open(store.clone()).context("cannot read the Apps")?;
         let agent = guest_agent(&config)?;
         let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
@@ -141,7 +154,9 @@ impl Pepod {
             sessions,
             images,
             store,
-            app,
+            apps,
+            streams: Streams::default(),
+            edge_has: watch::Sender::new(EdgeHas::default()),
             tag,
             seen,
             runs_on,
@@ -251,12 +266,21 @@ impl Pepod {
 
     /// Makes the instance's first key, once. Its text is told once and kept nowhere.
     async fn first_key(&self) -> anyhow::Result<Option<String>> {
-        let (_, keys) = self.store().edge_state().await?;
-        if !keys.is_empty() {
+        if self.store().fact("first_key").await?.is_some() || self.store().has_keys().await? {
             return Ok(None);
         }
-        let (key, text) = NewKey::generate(self.0.app)?;
+        let spec = KeySpec {
+            app: self.default_app(),
+            name: Some("first".into()),
+            scopes: vec![Scope::admin()],
+            sources: Vec::new(),
+            expires_at: None,
+            created_by: Actor::Pepo,
+        };
+        let (key, text) = NewKey::generate(spec)?;
+        let id = key.row().id.to_string();
         self.store().write(Write::NewKey(key)).await?;
+        self.store().write(Write::Fact("first_key", id)).await?;
         Ok(Some(text))
     }
 
@@ -345,14 +369,29 @@ impl Pepod {
         &self.0.config
     }
 
-    /// The App of everybody who has none.
+    /// All Apps.
+    pub fn apps(&self) -> &Apps {
+        &self.0.apps
+    }
+
+    /// The App of everybody who names none.
     pub fn default_app(&self) -> AppId {
-        self.0.app
+        self.0.apps.default()
     }
 
     /// The App of that name or id.
     pub fn app(&self, which: &str) -> Option<AppId> {
-        (which == "default" || which.parse() == Ok(self.0.app)).then_some(self.0.app)
+        self.0.apps.find(which).map(|app| app.id)
+    }
+
+    /// Streams of events that are open.
+    pub fn streams(&self) -> &Streams {
+        &self.0.streams
+    }
+
+    /// What the edge said it has, as it moves.
+    pub fn edge_has(&self) -> &watch::Sender<EdgeHas> {
+        &self.0.edge_has
     }
 
     /// What root saw when it started.

@@ -1,6 +1,7 @@
 //! One handler for every row: path, key, head, body, then the daemon's answer as it comes.
 
 use std::convert::Infallible;
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -78,11 +79,16 @@ impl Edge {
     ///
     /// # Errors
     /// None: every failure is an answer.
-    pub async fn answer(&self, request: Request<Incoming>, place: Place) -> Result<Response<Any>, Infallible> {
+    pub async fn answer(
+        &self,
+        request: Request<Incoming>,
+        from: IpAddr,
+        place: Place,
+    ) -> Result<Response<Any>, Infallible> {
         let began = Instant::now();
         let id = RequestId::generate();
         let mut seen = Seen { row: "-", caller: None };
-        let answer = match self.route(request, id, place, &mut seen).await {
+        let answer = match self.route(request, id, from, place, &mut seen).await {
             Ok(answer) => answer,
             Err(refusal) => refused(refusal, id),
         };
@@ -101,6 +107,7 @@ impl Edge {
         &self,
         request: Request<Incoming>,
         id: RequestId,
+        from: IpAddr,
         place: Place,
         seen: &mut Seen,
     ) -> Result<Response<Any>, Refusal> {
@@ -119,8 +126,7 @@ impl Edge {
             }
         };
         seen.row = row.name;
-        let caller = self.caller(&parts.headers)?;
-        seen.caller = Some(caller);
+        let caller = self.caller(&parts.headers, row, from, seen)?;
         if parts.headers.contains_key(head::APP) {
             let error = Error::new(ErrorCode::Invalid, "the key has its own App").param("Pepo-App");
             return Err(error.hint("leave the header Pepo-App out; only the operator names an App").into());
@@ -160,15 +166,24 @@ impl Edge {
         Ok(passed)
     }
 
-    fn caller(&self, headers: &HeaderMap) -> Result<Caller, Refusal> {
+    fn caller(&self, headers: &HeaderMap, row: &Route, from: IpAddr, seen: &mut Seen) -> Result<Caller, Refusal> {
         let refuse = |why: &str| {
             let error = Error::new(ErrorCode::Unauthenticated, why)
                 .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` printed it");
             Refusal::with(error, header::WWW_AUTHENTICATE, "Bearer")
         };
         let Some(presented) = head::bearer(headers) else { return Err(refuse("a key is needed")) };
-        match self.keys.judge(presented) {
-            Verdict::Known(caller) => Ok(caller),
+        match self.keys.judge(presented, row.action, from) {
+            Verdict::Known(caller) => {
+                seen.caller = Some(caller);
+                Ok(caller)
+            }
+            Verdict::Refused(caller) => {
+                seen.caller = Some(caller);
+                let word = row.action.word();
+                let error = Error::new(ErrorCode::Forbidden, format!("this key lacks the scope {word}"));
+                Err(error.hint("use a key that has it; `pepo key ls` shows the scopes").into())
+            }
             Verdict::Unknown => Err(refuse("this key is not valid")),
             Verdict::Stale => Err(unavailable("the daemon cannot be asked about keys")),
         }

@@ -1,6 +1,7 @@
 //! The listener and its bounds: how many connections, how large a head, how slow a caller.
 
 use std::io::{self, Write};
+use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -64,10 +65,10 @@ pub async fn serve(
     let mut end = pin!(end);
     tracing::info!(address = %listener.local_addr()?, connections = bounds.connections, "serving");
     loop {
-        let stream = tokio::select! {
+        let (stream, from) = tokio::select! {
             () = &mut end => break,
             accepted = listener.accept() => match accepted {
-                Ok((stream, _)) => stream,
+                Ok(accepted) => accepted,
                 Err(error) if passing(&error) => continue,
                 Err(error) => {
                     // Out of descriptors or memory: what runs must end first.
@@ -81,7 +82,7 @@ pub async fn serve(
             full(stream);
             continue;
         };
-        tokio::spawn(connection(stream, edge.clone(), bounds, Arc::new(place), ending.subscribe()));
+        tokio::spawn(connection(stream, from.ip(), edge.clone(), bounds, Arc::new(place), ending.subscribe()));
     }
     drop(listener);
     drop(ending);
@@ -115,6 +116,7 @@ fn full(stream: TcpStream) {
 
 async fn connection(
     stream: TcpStream,
+    from: IpAddr,
     edge: Arc<Edge>,
     bounds: Bounds,
     place: crate::handler::Place,
@@ -125,7 +127,7 @@ async fn connection(
     let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60));
     let service = service_fn(move |request| {
         let (edge, place) = (edge.clone(), place.clone());
-        async move { edge.answer(request, place).await }
+        async move { edge.answer(request, from, place).await }
     });
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())

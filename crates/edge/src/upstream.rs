@@ -89,14 +89,14 @@ impl Upstream {
         Ok((answer, running))
     }
 
-    /// Asks a question without parameters, for an answer of at most `most` bytes.
+    /// Asks a question, `?name=value` or nothing behind its path, for an answer of at most `most` bytes.
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn ask(&self, row: &Route, most: usize) -> Result<(StatusCode, Bytes), Error> {
+    pub async fn ask(&self, row: &Route, query: &str, most: usize) -> Result<(StatusCode, Bytes), Error> {
         let mut request = Request::new(body::nothing());
         *request.method_mut() = row.method.clone();
-        *request.uri_mut() = http::Uri::from_static(row.path);
+        *request.uri_mut() = format!("{}{query}", row.path).parse().map_err(|_| Error::Answer)?;
         request.headers_mut().insert(header::HOST, HeaderValue::from_static("pepod"));
         let (answer, _running) = self.send(request).await?;
         let status = answer.status();

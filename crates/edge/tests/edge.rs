@@ -15,7 +15,7 @@ use http_body_util::{BodyExt, Full};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use pepo_api::{AppId, EdgeKey, EdgeState, KeyId};
+use pepo_api::{AppId, EdgeKey, EdgeState, KeyId, Scope};
 use pepo_edge::handler::Edge;
 use pepo_edge::keys::{Keys, follow};
 use pepo_edge::server::{Bounds, serve};
@@ -64,7 +64,7 @@ async fn daemon_answer(
     mut request: Request<Incoming>,
 ) -> Result<Response<Full<Bytes>>, hyper::Error> {
     if request.uri().path() == "/v1/edge/state" {
-        let state = EdgeState { generation: 1, keys: daemon.keys.lock().expect("lock").clone() };
+        let state = EdgeState { generation: 1, keys: Some(daemon.keys.lock().expect("lock").clone()) };
         return Ok(Response::new(Full::from(serde_json::to_vec(&state).expect("json"))));
     }
     let target = request.uri().to_string();
@@ -146,7 +146,14 @@ async fn start(bounds: Bounds) -> Fixture {
     let fake = Arc::new(Daemon::default());
     let app = AppId::generate();
     let sha256 = Sha256::digest(KEY).iter().map(|b| format!("{b:02x}")).collect();
-    fake.keys.lock().expect("lock").push(EdgeKey { id: KeyId::generate(), app_id: app, sha256 });
+    fake.keys.lock().expect("lock").push(EdgeKey {
+        id: KeyId::generate(),
+        app_id: app,
+        sha256,
+        scopes: vec![Scope::all()],
+        sources: Vec::new(),
+        expires_at: None,
+    });
     tokio::spawn(daemon(&socket, fake.clone()));
     let upstream = Upstream::new(socket);
     let keys = Arc::new(Keys::default());
@@ -180,6 +187,15 @@ fn request(head: &str, body: &str) -> String {
 
 fn status(answer: &str) -> u16 {
     answer.split(' ').nth(1).and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("no status in {answer:?}"))
+}
+
+#[tokio::test]
+async fn a_key_without_the_scope_is_told_so() {
+    let f = start(bounds()).await;
+    let answer = exchange(f.address, request("GET /v1/keys HTTP/1.1", "")).await;
+    assert_eq!(status(&answer), 403, "{answer}");
+    assert!(answer.contains("\"forbidden\"") && answer.contains("app:admin"), "{answer}");
+    assert!(f.daemon.asked().is_empty());
 }
 
 #[tokio::test]

@@ -476,6 +476,9 @@ impl Client {
         if let Ok(host) = HeaderValue::from_str(authority) {
             headers.insert(HOST, host);
         }
+        if let Some(app) = &self.app {
+            headers.insert("pepo-app", app.clone());
+        }
         let config = WebSocketConfig::default()
             .max_message_size(Some(1 << 20))
             .max_frame_size(Some(1 << 20))

@@ -12,14 +12,14 @@ use super::attach::{self, Attachment};
 use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
-    AtPath, ListCommands, ListSessions, ShowCommand, ShowConsole, ShowServices, ShowSession, UnderPath, WriteFile,
-    WriteStdin,
+    ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, RemoveApp, ShowCommand, ShowConsole,
+    ShowFile, ShowServices, ShowSession, UnderPath, WriteFile, WriteStdin,
 };
 use crate::{
-    BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateCommand, CreateSession, DIAL_UPGRADE, DoctorReport,
-    FileChange, FileEntry, FileList, Health, Image, MakeFile, Output, Page, RecipeFile, RemovedImages, RenameFile,
-    SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text,
-    UpdateSession, Version, route,
+    App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
+    CreateSession, DIAL_UPGRADE, DoctorReport, Event, FeedEvent, FileChange, FileEntry, FileList, Health, Image, Key,
+    MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages, RenameFile, RotateKey, SendSignal, Service, Session,
+    SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, Version, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -294,6 +294,93 @@ impl Client {
     /// Removes Images that no name points to and nobody uses.
     pub async fn image_gc(&self) -> Result<RemovedImages, ClientError> {
         self.json(self.request(&route::image_gc, &[])?.waiting(LONG)).await
+    }
+
+    /// A page of events, newest first.
+    pub async fn event_list(&self, query: &ListEvents) -> Result<Page<Event>, ClientError> {
+        self.json(self.request(&route::event_list, &[])?.with_query(query)?).await
+    }
+
+    /// Follows events, from now or from `after` on.
+    pub async fn event_follow(&self, query: &ListEvents) -> Result<EventStream<FeedEvent>, ClientError> {
+        self.events(self.request(&route::event_list, &[])?.with_query(query)?).await
+    }
+
+    /// A page of the audit log, newest first.
+    pub async fn audit_list(&self, query: &ListEvents) -> Result<Page<Event>, ClientError> {
+        self.json(self.request(&route::audit_list, &[])?.with_query(query)?).await
+    }
+
+    /// Follows the audit log, from now or from `after` on.
+    pub async fn audit_follow(&self, query: &ListEvents) -> Result<EventStream<FeedEvent>, ClientError> {
+        self.events(self.request(&route::audit_list, &[])?.with_query(query)?).await
+    }
+
+    /// Makes an App.
+    pub async fn app_create(&self, body: &CreateApp) -> Result<App, ClientError> {
+        self.json(self.request(&route::app_create, &[])?.with_json(body)?).await
+    }
+
+    /// All Apps that the caller may see.
+    pub async fn app_list(&self, query: &ListApps) -> Result<Page<App>, ClientError> {
+        self.json(self.request(&route::app_list, &[])?.with_query(query)?).await
+    }
+
+    /// One App, by id or name.
+    pub async fn app_show(&self, app: &str) -> Result<App, ClientError> {
+        self.json(self.request(&route::app_show, &[("app", app)])?).await
+    }
+
+    /// Changes an App.
+    pub async fn app_update(&self, app: &str, body: &UpdateApp) -> Result<App, ClientError> {
+        self.json(self.request(&route::app_update, &[("app", app)])?.with_json(body)?).await
+    }
+
+    /// Removes an App with its keys.
+    pub async fn app_remove(&self, app: &str, query: &RemoveApp) -> Result<App, ClientError> {
+        let call = self.request(&route::app_remove, &[("app", app)])?.with_query(query)?;
+        self.json(call.waiting(LONG)).await
+    }
+
+    /// An App's file, TOML.
+    pub async fn app_file_show(&self, app: &str, query: &ShowFile) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::app_file_show, &[("app", app)])?.with_query(query)?).await
+    }
+
+    /// Puts an App's file in force.
+    pub async fn app_file_apply(
+        &self,
+        app: &str,
+        query: &ApplyFile,
+        text: impl Into<Bytes>,
+    ) -> Result<AppliedFile, ClientError> {
+        let call = self.request(&route::app_file_apply, &[("app", app)])?.with_query(query)?;
+        self.json(call.with_body("application/toml", body_from(text))).await
+    }
+
+    /// Makes a key; its text is told this once.
+    pub async fn key_create(&self, body: &CreateKey) -> Result<NewKey, ClientError> {
+        self.json(self.request(&route::key_create, &[])?.with_json(body)?).await
+    }
+
+    /// The App's keys.
+    pub async fn key_list(&self, query: &ListKeys) -> Result<Page<Key>, ClientError> {
+        self.json(self.request(&route::key_list, &[])?.with_query(query)?).await
+    }
+
+    /// One key, by id or name.
+    pub async fn key_show(&self, key: &str) -> Result<Key, ClientError> {
+        self.json(self.request(&route::key_show, &[("key", key)])?).await
+    }
+
+    /// Makes a key that takes this one's place.
+    pub async fn key_rotate(&self, key: &str, body: &RotateKey) -> Result<NewKey, ClientError> {
+        self.json(self.request(&route::key_rotate, &[("key", key)])?.with_json(body)?).await
+    }
+
+    /// Ends a key at once.
+    pub async fn key_revoke(&self, key: &str) -> Result<Key, ClientError> {
+        self.json(self.request(&route::key_revoke, &[("key", key)])?.waiting(30)).await
     }
 
     /// Which Pepo that is.

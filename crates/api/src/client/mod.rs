@@ -152,6 +152,7 @@ enum Target {
 #[derive(Clone, Debug)]
 pub struct Client {
     target: Arc<Target>,
+    app: Option<HeaderValue>,
     activation: Option<u64>,
 }
 
@@ -200,7 +201,7 @@ impl Call<'_> {
 impl Client {
     /// Speaks to the daemon behind this socket, as its operator.
     pub fn unix(socket: impl Into<PathBuf>) -> Self {
-        Client { target: Arc::new(Target::Unix(socket.into())), activation: None }
+        Client { target: Arc::new(Target::Unix(socket.into())), app: None, activation: None }
     }
 
     /// Speaks to an edge, `http://host[:port]`, with an API key.
@@ -229,13 +230,20 @@ impl Client {
                 Some(value)
             }
         };
-        Ok(Client { target: Arc::new(Target::Tcp { authority, key }), activation: None })
+        Ok(Client { target: Arc::new(Target::Tcp { authority, key }), app: None, activation: None })
+    }
+
+    /// The same for that App, by name or id: the operator's to say, since a key has its own.
+    pub fn of_app(mut self, app: &str) -> Self {
+        // What no header can carry names no App: the daemon says so.
+        self.app = Some(HeaderValue::from_str(app).unwrap_or_else(|_| HeaderValue::from_static("-")));
+        self
     }
 
     /// The same, but every request asks for that activation of its Session: where another Sandbox has taken its place, the
     /// answer is [`ErrorCode::SandboxReplaced`].
     pub fn if_activation(&self, activation: u64) -> Self {
-        Client { target: self.target.clone(), activation: Some(activation) }
+        Client { activation: Some(activation), ..self.clone() }
     }
 
     /// The operator's socket, where that is what it speaks to.
@@ -299,6 +307,9 @@ impl Client {
             }
         };
         call.headers.insert(HOST, host);
+        if let Some(app) = &self.app {
+            call.headers.insert("pepo-app", app.clone());
+        }
         if let Some(activation) = self.activation {
             call.headers.insert("if-activation", HeaderValue::from(activation));
         }

@@ -1,14 +1,17 @@
 //! The verbs: what each takes, and the one place that picks which runs.
 
+mod app;
 mod attach;
 mod completion;
 mod config;
 mod cp;
 mod doctor;
 mod down;
+mod events;
 mod exec;
 mod flags;
 mod image;
+mod key;
 mod kill;
 mod logs;
 mod ps;
@@ -34,6 +37,9 @@ pub struct Cli {
     /// Another Pepo than this machine's, by its name in ~/.config/pepo/config.toml
     #[arg(long, global = true, value_name = "NAME")]
     context: Option<String>,
+    /// The App it is for, by name or id: on the machine that runs Pepo; a key has its own
+    #[arg(long = "app", global = true, value_name = "NAME")]
+    of_app: Option<String>,
     #[command(subcommand)]
     verb: Verb,
 }
@@ -66,6 +72,14 @@ enum Verb {
     /// Build, look at and remove Images
     #[command(subcommand, visible_alias = "images")]
     Image(image::Image),
+    /// Make, look at, change and remove Apps
+    #[command(subcommand, visible_alias = "apps")]
+    App(app::App),
+    /// Make, look at and revoke an App's keys
+    #[command(subcommand, visible_alias = "keys")]
+    Key(key::Key),
+    /// Show what happened, or who asked for what
+    Events(events::Events),
     /// Look at this host: what works, what does not, what to do
     Doctor(doctor::Doctor),
     /// Install what this host lacks to run guests on its own processor
@@ -99,7 +113,7 @@ impl Cli {
 
     /// Does what was asked; gives the exit code.
     pub async fn run(self) -> Outcome<u8> {
-        let place = || -> Outcome<Place> { place::find(self.context.as_deref()) };
+        let place = || -> Outcome<Place> { place::find(self.context.as_deref(), self.of_app.as_deref()) };
         match self.verb {
             Verb::Run(verb) => verb.run(place()?).await,
             Verb::Up(verb) => verb.run(place()?).await,
@@ -113,6 +127,9 @@ impl Cli {
             Verb::Logs(verb) => verb.run(place()?).await,
             Verb::Cp(verb) => verb.run(place()?).await,
             Verb::Image(verb) => verb.run(place()?).await,
+            Verb::App(verb) => verb.run(place()?).await,
+            Verb::Key(verb) => verb.run(place()?).await,
+            Verb::Events(verb) => verb.run(place()?).await,
             Verb::Doctor(verb) => verb.run(place()?).await,
             Verb::Setup(verb) => verb.run(place()?).await,
             Verb::Sweep(verb) => verb.run(place()?).await,
@@ -172,7 +189,7 @@ mod tests {
             let text = refusal(&["pepo", "run", flag, "--", "true"]);
             assert!(text.contains("does not exist in this release"), "{flag}: {text}");
         }
-        for verb in ["workspace", "app", "usage", "events", "stats", "drain"] {
+        for verb in ["workspace", "usage", "stats", "drain"] {
             assert!(refusal(&["pepo", verb]).contains("unrecognized subcommand"), "{verb}");
         }
     }

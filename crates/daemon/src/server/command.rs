@@ -63,7 +63,9 @@ async fn create(
 ) -> Result<Response, Problem> {
     let wait = wait(body.wait_seconds, 30)?;
     let limit = limit(body.max_output_bytes)?;
-    let new = checked(body)?;
+    let mut new = checked(body)?;
+    new.counted = pepod.apps().get(call.app).is_some_and(|app| app.settings.quota.commands.is_some());
+    let command = new.id;
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
     // One that ran already is joined where it is: it needs no Sandbox, least of all a fresh one.
     let again = match new.named_by_caller {
@@ -79,7 +81,11 @@ async fn create(
     };
     let answer =
         if wants_events(&headers) { events::answer(follower, Until::End) } else { json(follower, wait, limit).await? };
-    Ok(with_activation(activation, answer))
+    let mut answer = with_activation(activation, answer);
+    if let Ok(place) = HeaderValue::try_from(format!("/v1/sessions/{}/commands/{command}", session.id())) {
+        answer.headers_mut().insert(header::LOCATION, place);
+    }
+    Ok(answer)
 }
 
 fn wait(seconds: Option<u64>, default: u64) -> Result<Duration, Problem> {
@@ -185,6 +191,7 @@ fn checked(body: CreateCommand) -> Result<NewCommand, Problem> {
         spec,
         input: Bytes::from(stdin.unwrap_or_default()),
         more_input: open_stdin || pty.is_some(),
+        counted: false,
     })
 }
 

@@ -8,12 +8,16 @@
 //! accept ─► peer's uid ─► Call{caller, app, request id} ─► router ─► handler ─► Problem or answer ─► headers
 //! ```
 
+mod app;
 mod attach;
+mod audit;
 mod command;
 mod events;
 mod extract;
+mod feed;
 mod files;
 mod image;
+mod key;
 mod operator;
 mod session;
 mod settings;
@@ -23,13 +27,14 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::extract::Request;
+use axum::extract::{RawPathParams, Request};
 use axum::handler::Handler;
+use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use http::{HeaderValue, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use pepo_api::{AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, RequestId, Route};
+use pepo_api::{AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, KeyId, RequestId, Route};
 use pepo_sandbox::chain;
 use pepo_sandbox::guest;
 use pepo_sandbox::proto::FailureCode;
@@ -40,8 +45,10 @@ use tower_service::Service as _;
 use crate::Pepod;
 use crate::capacity::Full;
 use crate::session::Error;
+use crate::store::{self, Actor};
 
 pub use extract::{Json, Query};
+pub use feed::Streams;
 pub use operator::shown;
 
 /// Connections of one socket at once. Each has a descriptor here and often one more at the guest.
@@ -74,10 +81,33 @@ pub struct Call {
     pub caller: Caller,
     /// For which App.
     pub app: AppId,
+    /// Whether the caller said so, rather than meaning the default one.
+    pub app_named: bool,
+    /// The key it came with, through the edge.
+    pub key: Option<KeyId>,
     /// Its id, in answers and logs.
     pub request_id: RequestId,
     /// `If-Activation`.
     pub activation: Option<u64>,
+}
+
+impl Call {
+    /// Who that is, for the audit log and events.
+    pub fn actor(&self) -> Actor {
+        match (self.caller, self.key) {
+            (Caller::Operator { uid }, _) => Actor::Uid(uid),
+            (_, Some(key)) => Actor::Key(key),
+            (Caller::App(_) | Caller::Edge, None) => Actor::Edge,
+        }
+    }
+
+    /// The App whose things a list shows; none is all of them, which only an operator who names no App sees.
+    pub fn scope(&self) -> Option<AppId> {
+        match self.caller {
+            Caller::Operator { .. } if !self.app_named => None,
+            _ => Some(self.app),
+        }
+    }
 }
 
 /// Which socket.
@@ -95,6 +125,12 @@ pub enum Listener {
 /// An error on its way out.
 #[derive(Debug)]
 pub struct Problem(pub Box<ApiError>);
+
+impl From<store::Error> for Problem {
+    fn from(error: store::Error) -> Self {
+        Error::from(error).into()
+    }
+}
 
 impl Problem {
     /// An error of this kind that says this.
@@ -170,6 +206,11 @@ impl From<Error> for Problem {
             Error::NotStarted { message, .. } => ApiError::new(ErrorCode::CommandNotStarted, message),
             Error::OutputGone(_) => ApiError::new(ErrorCode::OutputGone, text),
             Error::Guest(error) => guest_error(error, text),
+            Error::Store(store::Error::Quota(quota)) => ApiError::new(ErrorCode::TooManyRequests, text)
+                .hint("end what is not needed any more, or ask the operator for a larger quota")
+                .quota(quota),
+            Error::Store(store::Error::NoApp) => ApiError::new(ErrorCode::NotFound, text),
+            Error::Store(store::Error::InUse(_) | store::Error::Stale) => ApiError::new(ErrorCode::Conflict, text),
             Error::Store(_) | Error::Host(_) | Error::Lost(_) | Error::NoSandbox(_) => {
                 tracing::error!(error = text, "a request failed by a fault of ours");
                 ApiError::new(ErrorCode::Internal, text)
@@ -227,7 +268,7 @@ pub struct Routes {
 
 impl Routes {
     /// Registers a handler for a row of the table, on the sockets that its audience has.
-    pub fn route<H, T>(&mut self, route: &Route, handler: H)
+    pub fn route<H, T>(&mut self, route: &'static Route, handler: H)
     where
         H: Handler<T, Pepod>,
         T: 'static,
@@ -236,7 +277,15 @@ impl Routes {
         // Every method of the table has a filter; a test registers them all.
         let Ok(filter) = MethodFilter::try_from(route.method.clone()) else { return };
         let add = |router: &mut Router<Pepod>| {
-            *router = std::mem::take(router).route(route.path, on(filter, handler.clone()));
+            let mut method = on(filter, handler.clone());
+            if route.changes() {
+                method = method.layer(axum::middleware::from_fn(
+                    move |params: RawPathParams, request: Request, next: Next| {
+                        audit::layer(route, params, request, next)
+                    },
+                ));
+            }
+            *router = std::mem::take(router).route(route.path, method);
         };
         match route.audience {
             Audience::Operator => add(&mut self.operator),
@@ -256,6 +305,9 @@ fn routes() -> Routes {
     attach::register(&mut routes);
     files::register(&mut routes);
     image::register(&mut routes);
+    feed::register(&mut routes);
+    app::register(&mut routes);
+    key::register(&mut routes);
     operator::register(&mut routes);
     routes
 }
@@ -339,6 +391,7 @@ async fn answer(pepod: Pepod, mut router: Router, listener: Listener, peer: u32,
     let response = match identify(&pepod, listener, peer, &request, request_id) {
         Ok(call) => {
             request.extensions_mut().insert(call);
+            request.extensions_mut().insert(pepod);
             match router.call(request).await {
                 Ok(response) => response,
                 Err(never) => match never {},
@@ -384,7 +437,11 @@ fn identify(
             Some(text.parse().map_err(|_| Problem::invalid("If-Activation", "If-Activation must be a number"))?)
         }
     };
-    Ok(Call { caller, app, request_id, activation })
+    let key = match listener {
+        Listener::Edge { .. } => named("pepo-key").and_then(|key| key.parse().ok()),
+        Listener::Operator => None,
+    };
+    Ok(Call { caller, app, app_named: app_named.is_some(), key, request_id, activation })
 }
 
 impl Problem {

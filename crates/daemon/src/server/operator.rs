@@ -1,13 +1,17 @@
 //! Routes of the operator and of the edge: what runs here, how it is set, what is wrong with the host, and the end of it.
 
+use std::time::Duration;
+
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
+use pepo_api::query::ShowEdgeState;
 use pepo_api::{ConfigShown, DoctorReport, EdgeKey, EdgeState, ErrorCode, Health, SweepReport, SweepRequest, route};
 
-use super::{Call, Json, Problem, Routes};
+use super::{Call, Json, Problem, Query, Routes};
 use crate::session::Error;
-use crate::{Pepod, Stop};
+use crate::store::KeyRow;
+use crate::{EdgeHas, Pepod, Stop};
 
 pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::version, version);
@@ -75,9 +79,33 @@ async fn down(State(pepod): State<Pepod>) -> Response {
     StatusCode::NO_CONTENT.into_response()
 }
 
-async fn edge_state(State(pepod): State<Pepod>) -> Result<Response, Problem> {
-    let (generation, keys) = pepod.store().edge_state().await.map_err(Error::from)?;
-    let keys = keys.into_iter().map(|key| EdgeKey { id: key.id, app_id: key.app, sha256: key.sha256 }).collect();
+/// How long an asker for changes waits for one. The edge's copy is as old as its last answer, so this bounds that.
+const EDGE_WAIT: Duration = Duration::from_secs(1);
+
+/// What the edge needs. Asking says which generation it has, which is what a revocation waits for.
+async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeState>) -> Result<Response, Problem> {
+    pepod
+        .edge_has()
+        .send_replace(EdgeHas { generation: query.after.unwrap_or(0), asked: Some(std::time::Instant::now()) });
+    if let Some(has) = query.after {
+        let mut moves = pepod.store().edge();
+        // Over: it has what there is, and learns that it still is so.
+        let _ = tokio::time::timeout(EDGE_WAIT, moves.wait_for(|now| *now != has)).await;
+        let generation = *moves.borrow();
+        if generation == has {
+            return Ok(axum::Json(EdgeState { generation, keys: None }).into_response());
+        }
+    }
+    let (generation, keys) = pepod.store().edge_state().await?;
+    let shown = |key: KeyRow| EdgeKey {
+        id: key.id,
+        app_id: key.app,
+        sha256: key.sha256,
+        scopes: key.scopes,
+        sources: key.sources,
+        expires_at: key.expires_at,
+    };
+    let keys = Some(keys.into_iter().map(shown).collect());
     Ok(axum::Json(EdgeState { generation, keys }).into_response())
 }
 

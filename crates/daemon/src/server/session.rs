@@ -153,7 +153,7 @@ async fn update(
     Path(which): Path<String>,
     Json(body): Json<UpdateSession>,
 ) -> Result<Response, Problem> {
-    let update = settings::changed(body)?;
+    let update = settings::changed(&pepod, call, body)?;
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
     session.is_still(call.activation)?;
     let now = session.update(update).await?;

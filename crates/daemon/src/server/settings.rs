@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use pepo_api::{CreateSession, ImageId, NetworkMode, NetworkSpec, ServiceSpec, Setup, UpdateSession};
 use pepo_sandbox::plan;
 
-use super::{Call, Problem};
+use super::{Call, Problem, app};
 use crate::Pepod;
 use crate::session::{Error, NewSession, Spec, Update};
 
@@ -45,6 +45,8 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
     absent("secrets", secrets.is_some_and(|secrets| !secrets.is_empty()), "encrypted secrets")?;
     no_network(network.as_ref())?;
     let config = pepod.sessions().config();
+    let of_app = pepod.apps().get(call.app).map(|app| app.settings.clone()).unwrap_or_default();
+    let (defaults, limits) = (of_app.defaults, of_app.limits);
     if let Some(name) = &name {
         check_name(name)?;
     }
@@ -53,18 +55,33 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
     let services = services.unwrap_or_default();
     check_setup(setup.as_ref())?;
     check_services(&services)?;
+    let expires_seconds = expires_seconds.or(defaults.expires_seconds);
     let expires_seconds = expires_seconds.map(|seconds| bounded("expires_seconds", seconds, 1)).transpose()?;
     let spec = Spec {
         name,
         key: None,
-        image: image.unwrap_or_else(|| config.image.clone()),
+        image: image.or(defaults.image).unwrap_or_else(|| config.image.clone()),
         image_id: ImageId::from(uuid::Uuid::nil()),
-        cpus: within("cpus", cpus.unwrap_or(config.cpus), &plan::CPUS)?,
-        memory_mib: within("memory_mib", memory_mib.unwrap_or(config.memory_mib), &plan::MEMORY_MIB)?,
-        disk_mib: within("disk_mib", disk_mib.unwrap_or(config.disk_mib), &plan::DISK_MIB)?,
+        cpus: within("cpus", app::within("cpus", cpus, defaults.cpus, config.cpus, limits.cpus)?, &plan::CPUS)?,
+        memory_mib: within(
+            "memory_mib",
+            app::within("memory_mib", memory_mib, defaults.memory_mib, config.memory_mib, limits.memory_mib)?,
+            &plan::MEMORY_MIB,
+        )?,
+        disk_mib: within(
+            "disk_mib",
+            app::within("disk_mib", disk_mib, defaults.disk_mib, config.disk_mib, limits.disk_mib)?,
+            &plan::DISK_MIB,
+        )?,
         keep_alive_seconds: bounded(
             "keep_alive_seconds",
-            keep_alive_seconds.unwrap_or(config.keep_alive.as_secs()),
+            app::within(
+                "keep_alive_seconds",
+                keep_alive_seconds,
+                defaults.keep_alive_seconds,
+                config.keep_alive.as_secs(),
+                limits.keep_alive_seconds,
+            )?,
             0,
         )?,
         env,
@@ -79,7 +96,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
 }
 
 /// What an update asks for, or what is wrong with it.
-pub(super) fn changed(body: UpdateSession) -> Result<Update, Problem> {
+pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<Update, Problem> {
     let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network, env, setup, services } = body;
     no_network(network.as_ref())?;
     if let Some(name) = &name {
@@ -94,6 +111,9 @@ pub(super) fn changed(body: UpdateSession) -> Result<Update, Problem> {
     check_setup(setup.as_ref().and_then(Option::as_ref))?;
     check_services(services.as_deref().unwrap_or_default())?;
     let keep_alive_seconds = keep_alive_seconds.map(|seconds| bounded("keep_alive_seconds", seconds, 0)).transpose()?;
+    if let (Some(seconds), Some(app)) = (keep_alive_seconds, pepod.apps().get(call.app)) {
+        app::within("keep_alive_seconds", Some(seconds), None, seconds, app.settings.limits.keep_alive_seconds)?;
+    }
     let expires_seconds = expires_seconds.map(|seconds| bounded("expires_seconds", seconds, 1)).transpose()?;
     Ok(Update { name, labels, keep_alive_seconds, expires_seconds, env, setup, services })
 }
@@ -245,14 +265,14 @@ fn is_slug(name: &str) -> bool {
         && bytes.iter().all(|b| inner(*b))
 }
 
-fn check_name(name: &str) -> Result<(), Problem> {
+pub(super) fn check_name(name: &str) -> Result<(), Problem> {
     if is_slug(name) && !name.starts_with("ses_") && name != "by-key" {
         return Ok(());
     }
     Err(Problem::invalid("name", format!("the name of a Session: {SLUG}; not like an id, and not `by-key`")))
 }
 
-fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), Problem> {
+pub(super) fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), Problem> {
     if labels.len() > 64 {
         return Err(Problem::invalid("labels", format!("{} labels; at most 64", labels.len())));
     }

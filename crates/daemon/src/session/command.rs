@@ -53,6 +53,8 @@ pub struct NewCommand {
     pub input: Bytes,
     /// Whether more follows.
     pub more_input: bool,
+    /// Whether its App's quota counts Commands: then its record is on the disk before it is started.
+    pub counted: bool,
 }
 
 /// How a command stands.
@@ -362,7 +364,7 @@ impl Commands {
     /// # Errors
     /// [`Error::NotStarted`], what the guest refuses, and what a Session can answer.
     pub async fn start(&self, session: &Session, new: NewCommand, serving: Serving) -> Result<Follower, Error> {
-        let NewCommand { id, named_by_caller, exec, spec, input, more_input } = new;
+        let NewCommand { id, named_by_caller, exec, spec, input, more_input, counted } = new;
         if named_by_caller && let Some(follower) = self.again(session, id).await? {
             return Ok(follower);
         }
@@ -390,7 +392,7 @@ impl Commands {
         if command.spec.keeps_alive {
             *lock(&command.ticket) = Some(session.ticket());
         }
-        self.store.write_soon(Write::NewCommand(Box::new(CommandRow {
+        let row = Box::new(CommandRow {
             session: session.id(),
             id,
             spec: command.spec.clone(),
@@ -399,7 +401,16 @@ impl Commands {
             end: None,
             stdout_bytes: 0,
             stderr_bytes: 0,
-        })));
+        });
+        if !counted {
+            self.store.write_soon(Write::NewCommand(row));
+        } else if let Err(error) = self.store.write(Write::CountedCommand(row)).await {
+            // Never begun: its name is free, and whoever joined meanwhile learns why.
+            lock(&self.table).known.remove(&id);
+            *lock(&command.ticket) = None;
+            command.status.send_replace(Status::NotStarted { code: FailureCode::Busy, message: error.to_string() });
+            return Err(error.into());
+        }
         self.store.record(session.event("command.started").command(id).detail("activation", command.activation));
         // From here on its caller counts: one that goes away while the guest is asked leaves a watched command.
         let follower = Follower::begin(session, command.clone());

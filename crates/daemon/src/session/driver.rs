@@ -247,6 +247,14 @@ impl Driver {
         match progress {
             Progress::Sought(found) => {
                 let Work::Seeking { asked, .. } = std::mem::replace(&mut self.work, Work::Nothing) else { return None };
+                let found = match found {
+                    // Where its App's quota is decided: the row says that it has a Sandbox before it gets one.
+                    Ok(room) => {
+                        let counted = self.sessions.0.store.write(Write::Reactivate(self.session.id())).await;
+                        counted.map(|()| room).map_err(Error::from)
+                    }
+                    refused => refused,
+                };
                 let found = found.and_then(|room| Ok((self.tenure(&room)?, room)));
                 let (tenure, room) = match found {
                     Ok(found) => found,

@@ -277,6 +277,7 @@ impl Keeper {
             spec,
             input: Bytes::new(),
             more_input: false,
+            counted: false,
         };
         let serving = Serving { guest: self.guest.clone(), activation: self.activation, ticket: None };
         // Followed no further: the command is watched for its end, and its output stays in the guest.

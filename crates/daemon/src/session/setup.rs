@@ -96,6 +96,7 @@ async fn follow(session: &Session, setup: &Setup, serving: Serving, tail: &mut T
         spec,
         input: Bytes::new(),
         more_input: false,
+        counted: false,
     };
     let mut follower = session.commands().start(session, new, serving).await?;
     loop {

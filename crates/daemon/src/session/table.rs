@@ -124,6 +124,8 @@ impl Sessions {
 
     async fn make(&self, new: NewSession) -> Result<Session, Error> {
         let NewSession { app, mut spec, expires_at } = new;
+        // Whoever has too much already does not wait for more; what is written decides all the same.
+        self.0.store.check_quota(app, spec.memory_mib, spec.cpus).await?;
         let mut room = self.room(app, spec.image.clone(), &spec).await?;
         spec.image_id = room.files.id;
         let published = Published {
@@ -146,7 +148,7 @@ impl Sessions {
             Some(claim) => match self.0.store.write(Write::NewSessionOn(row, claim)).await {
                 Ok(()) => room.committed = true,
                 Err(error) => {
-                    if !matches!(error, store::Error::NameTaken(_)) {
+                    if matches!(error, store::Error::NotClaimed(_)) || !error.is_an_answer() {
                         // Whose it is now is not known.
                         room.discard().await;
                     }

@@ -46,6 +46,9 @@ pub(super) const MIGRATION: &str = "
     ) STRICT, WITHOUT ROWID;
 ";
 
+/// How far each view has been forgotten.
+pub(super) const FORGOTTEN: &str = "INSERT INTO counters VALUES ('forgotten_events', 0), ('forgotten_calls', 0);";
+
 /// Who brought something about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Default)]
 pub enum Actor {
@@ -78,6 +81,16 @@ pub enum View {
     Feed,
     /// What was asked for.
     Audit,
+}
+
+impl View {
+    /// The counter of the last number that is no longer kept.
+    fn forgotten(self) -> &'static str {
+        match self {
+            View::Feed => "forgotten_events",
+            View::Audit => "forgotten_calls",
+        }
+    }
 }
 
 /// Something that happened, or was asked for. `type` is a noun and a past participle: `session.created`,
@@ -229,6 +242,8 @@ pub struct Looked {
     pub next: u64,
     /// Whether it came to the end of what is there.
     pub end: bool,
+    /// The last number of the view that is no longer kept.
+    pub forgotten: u64,
 }
 
 /// Which way a read goes.
@@ -320,15 +335,18 @@ pub struct Keep {
 
 pub(super) fn prune(transaction: &Transaction<'_>, view: View, keep: Keep) -> Result<(), Error> {
     let audit = view == View::Audit;
-    transaction.execute("DELETE FROM events WHERE audit = ?1 AND at < ?2", params![audit, keep.before])?;
     let count: i64 =
         transaction.query_row("SELECT count(*) FROM events WHERE audit = ?1", [audit], |row| row.get(0))?;
-    let over = count - i64::try_from(keep.most).unwrap_or(i64::MAX);
-    if over > 0 {
-        transaction.execute(
-            "DELETE FROM events WHERE seq IN (SELECT seq FROM events WHERE audit = ?1 ORDER BY at LIMIT ?2)",
-            params![audit, over],
-        )?;
+    let over = (count - i64::try_from(keep.most).unwrap_or(i64::MAX)).max(0);
+    let last: Option<i64> = transaction.query_row(
+        "SELECT max(seq) FROM (SELECT seq FROM events WHERE audit = ?1 AND at < ?2
+             UNION ALL SELECT * FROM (SELECT seq FROM events WHERE audit = ?1 ORDER BY seq LIMIT ?3))",
+        params![audit, keep.before, over],
+        |row| row.get(0),
+    )?;
+    if let Some(last) = last {
+        transaction.execute("DELETE FROM events WHERE audit = ?1 AND seq <= ?2", params![audit, last])?;
+        transaction.execute("UPDATE counters SET value = ?2 WHERE name = ?1", params![view.forgotten(), last])?;
     }
     Ok(())
 }
@@ -382,20 +400,6 @@ impl Store {
     pub async fn events(&self, wanted: Wanted, way: Towards, from: u64, limit: usize) -> Result<Looked, Error> {
         self.read(move |connection| look(connection, &wanted, way, from, limit)).await
     }
-
-    /// The oldest number that is kept of that view, if any is.
-    ///
-    /// # Errors
-    /// A disk that fails.
-    pub async fn first_event(&self, view: View) -> Result<Option<u64>, Error> {
-        self.read(move |connection| {
-            connection
-                .prepare_cached("SELECT min(seq) FROM events WHERE audit = ?1")?
-                .query_row([view == View::Audit], |row| row.get::<_, Option<i64>>(0))
-                .map(|seq| seq.map(|seq| seq as u64))
-        })
-        .await
-    }
 }
 
 fn look(
@@ -406,13 +410,17 @@ fn look(
     limit: usize,
 ) -> Result<Looked, rusqlite::Error> {
     let from = i64::try_from(from).unwrap_or(i64::MAX);
-    let (sql, edge) = match (way, wanted.session.is_some(), wanted.app.is_some()) {
-        (Towards::Newer, true, _) => (NEWER_SESSION, i64::MAX),
-        (Towards::Older, true, _) => (OLDER_SESSION, 0),
-        (Towards::Newer, false, true) => (NEWER_APP, i64::MAX),
-        (Towards::Older, false, true) => (OLDER_APP, 0),
-        (Towards::Newer, false, false) => (NEWER, i64::MAX),
-        (Towards::Older, false, false) => (OLDER, 0),
+    let forgotten: i64 = connection
+        .prepare_cached("SELECT value FROM counters WHERE name = ?1")?
+        .query_row([wanted.view.forgotten()], |row| row.get(0))?;
+    let forgotten = forgotten as u64;
+    let sql = match (way, wanted.session.is_some(), wanted.app.is_some()) {
+        (Towards::Newer, true, _) => NEWER_SESSION,
+        (Towards::Older, true, _) => OLDER_SESSION,
+        (Towards::Newer, false, true) => NEWER_APP,
+        (Towards::Older, false, true) => OLDER_APP,
+        (Towards::Newer, false, false) => NEWER,
+        (Towards::Older, false, false) => OLDER,
     };
     let mut statement = connection.prepare_cached(sql)?;
     let app = wanted.app.map(|id| id.to_string());
@@ -425,14 +433,12 @@ fn look(
         if wanted.admits(&event) {
             events.push(event);
             if events.len() == limit {
-                return Ok(Looked { events, next: next as u64, end: false });
+                return Ok(Looked { events, next: next as u64, end: false, forgotten });
             }
         }
     }
-    // The next read begins behind what there was, so nothing that comes meanwhile is passed over.
     let end = passed < WINDOW;
-    let next = if end && way == Towards::Older { edge } else { next };
-    Ok(Looked { events, next: next as u64, end })
+    Ok(Looked { events, next: next as u64, end, forgotten })
 }
 
 const NEWER: &str = "SELECT * FROM events WHERE seq > ?1 AND audit = ?2 AND (?3 IS NULL OR app_id = ?3)
@@ -538,7 +544,7 @@ mod tests {
         let looked = store.events(all(View::Feed), Towards::Newer, 0, 100).await.expect("read");
         let times: Vec<_> = looked.events.iter().map(|event| millis(event.at)).collect();
         assert_eq!(times, [1005, 1006, 1007, 1008, 1009]);
-        assert_eq!(store.first_event(View::Feed).await.expect("read"), looked.events.first().map(|event| event.id));
+        assert_eq!(Some(looked.forgotten + 2), looked.events.first().map(|event| event.id), "the call between them");
         assert_eq!(store.events(all(View::Audit), Towards::Older, u64::MAX, 100).await.expect("read").events.len(), 10);
         // Numbers are never used again, also when the newest rows are gone.
         let none = Keep { before: i64::MAX, most: 0 };

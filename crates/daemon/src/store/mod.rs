@@ -10,9 +10,11 @@
 //! lists, look-ups ─► one of two read-only connections, on a blocking thread
 //! ```
 
+mod app;
 mod command;
 mod event;
 mod key;
+mod quota;
 mod session;
 
 use std::path::{Path, PathBuf};
@@ -22,10 +24,11 @@ use std::time::{Duration, Instant};
 use rusqlite::{Connection, OpenFlags, Transaction};
 use tokio::sync::{mpsc, oneshot, watch};
 
+pub use app::{AppRow, ChangedApp};
 pub use command::{CommandRow, CommandSpec, EndRow};
 pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
-pub use key::{KeyRow, NewKey};
+pub use key::{KeyRow, KeySpec, NewKey};
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
 
 /// Writes of one transaction at most.
@@ -69,6 +72,18 @@ pub enum Error {
     /// Another live Session of the App has that key.
     #[error("the key `{0}` is taken")]
     KeyTaken(String),
+    /// There is no such App, or no longer.
+    #[error("there is no such App")]
+    NoApp,
+    /// Something of it lives.
+    #[error("{0} live Sessions")]
+    InUse(u64),
+    /// Somebody else changed it meanwhile.
+    #[error("it was changed meanwhile")]
+    Stale,
+    /// A quota of the App is used up.
+    #[error("the quota `{}` is used up: {} of {}", .0.name, .0.used, .0.limit)]
+    Quota(pepo_api::Quota),
     /// SQLite or the disk below it failed.
     #[error("store failed")]
     Sqlite(#[from] rusqlite::Error),
@@ -89,8 +104,17 @@ pub enum Error {
 
 impl Error {
     /// Whether it refuses one write and says nothing against the store.
-    fn is_an_answer(&self) -> bool {
-        matches!(self, Error::NameTaken(_) | Error::KeyTaken(_) | Error::NotClaimed(_))
+    pub fn is_an_answer(&self) -> bool {
+        matches!(
+            self,
+            Error::NameTaken(_)
+                | Error::KeyTaken(_)
+                | Error::NotClaimed(_)
+                | Error::NoApp
+                | Error::InUse(_)
+                | Error::Stale
+                | Error::Quota(_)
+        )
     }
 }
 
@@ -111,10 +135,22 @@ pub enum Write {
     DropSandbox(pepo_api::SandboxId),
     /// A command that was asked for.
     NewCommand(Box<CommandRow>),
+    /// The same, refused where its App's quota is used up.
+    CountedCommand(Box<CommandRow>),
     /// How a command ended.
     EndCommand(Box<EndRow>),
+    /// An idle Session is about to get a Sandbox: refused where its App's quota is used up.
+    Reactivate(pepo_api::SessionId),
+    /// An App.
+    NewApp(Box<ChangedApp>),
+    /// An App as it is to be.
+    App(Box<ChangedApp>),
+    /// That App is no more. Refused while a Session of it lives.
+    RemoveApp(pepo_api::AppId),
     /// A key.
     NewKey(NewKey),
+    /// That key lets nobody in any more.
+    RevokeKey(pepo_api::KeyId),
     /// Something about the instance, by name.
     Fact(&'static str, String),
     /// Something that happened, or a call that was answered.
@@ -144,6 +180,7 @@ pub struct Store {
     readers: Arc<[Mutex<Connection>; 2]>,
     failed: watch::Receiver<Option<String>>,
     feed: watch::Receiver<u64>,
+    edge: watch::Receiver<u64>,
 }
 
 impl std::fmt::Debug for Store {
@@ -194,7 +231,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-"];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN];
 
 impl Store {
     /// Opens the file, makes or migrates its schema, starts the writer.
@@ -211,20 +248,22 @@ impl Store {
         }
         let mut connection = connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE | OpenFlags::SQLITE_OPEN_CREATE)?;
         migrate(&mut connection, path, MIGRATIONS)?;
-        session::default_app(&connection)?;
+        app::default_app(&connection)?;
         event::settle(&connection)?;
         let reader = || connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY).map(Mutex::new);
         let readers = Arc::new([reader()?, reader()?]);
         let (queue, waiting) = mpsc::channel(QUEUE);
         let (failure, failed) = watch::channel(None);
         let newest: i64 = connection.query_row("SELECT coalesce(max(seq), 0) FROM events", [], |row| row.get(0))?;
-        let (moves, feed) = watch::channel(newest as u64);
+        let (feed_moves, feed) = watch::channel(newest as u64);
+        let (edge_moves, edge) = watch::channel(key::generation(&connection)?);
+        let told = Told { feed: feed_moves, edge: edge_moves };
         std::thread::Builder::new()
             .name("store".into())
             .spawn(move || {
                 // A panic in here must end the daemon as an error does, so the sender says it either way.
                 let ended =
-                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_all(connection, waiting, &moves)));
+                    std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| write_all(connection, waiting, &told)));
                 let reason = match ended {
                     Ok(Ok(())) => return,
                     Ok(Err(error)) => error.to_string(),
@@ -233,7 +272,7 @@ impl Store {
                 failure.send_replace(Some(reason));
             })
             .map_err(|source| Error::File { what: "start a writer for", path: path.into(), source })?;
-        Ok(Store { queue, readers, failed, feed })
+        Ok(Store { queue, readers, failed, feed, edge })
     }
 
     /// Makes a change; returns when it is on the disk.
@@ -354,12 +393,14 @@ fn migrate(connection: &mut Connection, path: &Path, migrations: &[&str]) -> Res
     Ok(())
 }
 
+/// Numbers that others wait for.
+struct Told {
+    feed: watch::Sender<u64>,
+    edge: watch::Sender<u64>,
+}
+
 /// The writer: groups until every handle is gone.
-fn write_all(
-    mut connection: Connection,
-    mut queue: mpsc::Receiver<Queued>,
-    feed: &watch::Sender<u64>,
-) -> Result<(), Error> {
+fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>, told: &Told) -> Result<(), Error> {
     while let Some(first) = queue.blocking_recv() {
         let mut awaited = usize::from(first.answer.is_some());
         let mut group = vec![first];
@@ -390,10 +431,12 @@ fn write_all(
                 Err(error) => return Err(error),
             }
         }
+        let edge = key::generation(&transaction)?;
         transaction.commit()?;
         if let Some(newest) = newest {
-            feed.send_replace(newest);
+            told.feed.send_replace(newest);
         }
+        told.edge.send_if_modified(|before| std::mem::replace(before, edge) != edge);
         for (answer, result) in answers {
             if let Some(answer) = answer {
                 // Whoever asked may have gone.
@@ -423,8 +466,17 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::Claim(claim) => session::claim(transaction, claim),
         Write::DropSandbox(id) => session::drop_sandbox(transaction, *id),
         Write::NewCommand(row) => command::insert(transaction, row),
+        Write::CountedCommand(row) => {
+            quota::command(transaction, row.session)?;
+            command::insert(transaction, row)
+        }
         Write::EndCommand(row) => command::end(transaction, row),
+        Write::Reactivate(id) => quota::reactivate(transaction, *id),
+        Write::NewApp(app) => app::insert(transaction, app),
+        Write::App(app) => app::update(transaction, app),
+        Write::RemoveApp(id) => app::remove(transaction, *id),
         Write::NewKey(key) => key::insert(transaction, key),
+        Write::RevokeKey(id) => key::revoke(transaction, *id),
         Write::Fact(name, value) => {
             transaction
                 .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
@@ -438,6 +490,8 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::Prune { ended_before, feed, audit } => {
             command::prune(transaction, *ended_before)?;
             session::prune(transaction, *ended_before)?;
+            key::prune(transaction, *ended_before)?;
+            app::prune(transaction, *ended_before)?;
             event::prune(transaction, View::Feed, *feed)?;
             event::prune(transaction, View::Audit, *audit)
         }

@@ -1,7 +1,7 @@
 //! Rows of Sessions and of the Sandboxes they have.
 
 use pepo_api::{AppId, Ended, SandboxId, SessionId, SessionState};
-use rusqlite::{Connection, OptionalExtension, Row, Transaction, named_params, params};
+use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
 
 use super::{Error, Store, id, json, millis, time, to_json};
 use crate::session::Spec;
@@ -66,18 +66,8 @@ pub struct Filter {
     pub limit: usize,
 }
 
-const NAME: &str = "SELECT id FROM apps WHERE name = 'default'";
-
-/// Makes the App that everybody without one belongs to.
-pub(super) fn default_app(connection: &Connection) -> Result<(), Error> {
-    connection.execute(
-        "INSERT INTO apps (id, name, created_at) SELECT ?1, 'default', ?2 WHERE NOT EXISTS (SELECT 1 FROM apps WHERE name = 'default')",
-        params![AppId::generate().to_string(), millis(jiff::Timestamp::now())],
-    )?;
-    Ok(())
-}
-
 pub(super) fn insert(transaction: &Transaction<'_>, row: &SessionRow) -> Result<(), Error> {
+    super::quota::session(transaction, row.app, row.spec.memory_mib, row.spec.cpus)?;
     put(
         transaction,
         row,
@@ -194,14 +184,6 @@ fn read(row: &Row<'_>) -> Result<SessionRow, rusqlite::Error> {
 }
 
 impl Store {
-    /// The App that everybody without one belongs to.
-    ///
-    /// # Errors
-    /// A disk that fails.
-    pub fn default_app(&self) -> Result<AppId, Error> {
-        self.read_now(|connection| connection.query_row(NAME, [], |row| id(row, "id")))
-    }
-
     /// Sessions that have not ended, oldest first.
     ///
     /// # Errors
