@@ -16,6 +16,13 @@ step "Figures"
 export PEPO_E2E=1 PEPO_E2E_BIN=$stage_release PEPO_E2E_IMAGES=$dev_home/state/images
 code=0
 as_root "$target/release/pepo-bench" "$@" || code=$?
+# The host's side of a start needs the two programs and no guest that runs.
+if [ -n "${PEPO_FIRECRACKER:-}" ]; then
+  figures=$(cargo test --quiet --locked --release -p pepo-sandbox --test real --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+  as_root env PEPO_BOOT="$dev_home/boot" PEPO_FIRECRACKER="$PEPO_FIRECRACKER" "$figures" --ignored --exact figures_of_firecracker_against_by_hand | grep -E 'figure|FAILED' || code=1
+else
+  printf '      not run: the figures of Firecracker (PEPO_FIRECRACKER names the directory of firecracker and jailer)\n'
+fi
 printf '      lock file: %s packages\n' "$(grep -c '^\[\[package\]\]' Cargo.lock)"
 printf '      guest agent: %s bytes\n' "$(stat -c %s "$stage_release/pepo-guest")"
 "$top/scripts/check.sh" --quick | grep 'of at most' || true

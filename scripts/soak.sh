@@ -13,3 +13,12 @@ ok
 step "Soak"
 export PEPO_E2E=1 PEPO_E2E_BIN=$stage PEPO_E2E_IMAGES=$dev_home/state/images
 as_root "$target/debug/pepo-soak" "$@"
+
+step "Starts and stops under Firecracker"
+if [ -n "${PEPO_FIRECRACKER:-}" ]; then
+  real=$(cargo test --quiet --locked -p pepo-sandbox --test real --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+  as_root env PEPO_CYCLES=1000 PEPO_BOOT="$dev_home/boot" PEPO_FIRECRACKER="$PEPO_FIRECRACKER" "$real" --exact firecracker_starts_and_stops_without_a_leak
+  ok
+else
+  note "not run: PEPO_FIRECRACKER does not name the directory of firecracker and jailer"
+fi

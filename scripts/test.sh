@@ -52,6 +52,13 @@ else
   CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="sudo --preserve-env" run "$@" || code=$?
 fi
 
+# Named and counted, so that nobody takes silence for success.
+if [ -n "$microvm" ]; then
+  step "Not run here"
+  "${nextest[@]}" list --locked -p pepo-sandbox --run-ignored only --message-format oneline 2>/dev/null | sed 's/^/      /' | tee "$target/not-run" || true
+  note "$(grep -c . "$target/not-run") tests, which need Firecracker (PEPO_FIRECRACKER), hardware virtualization, or are figures"
+fi
+
 step "Nothing is left on the host"
 left=$({
   ls -d /var/lib/pepo-e2e/* 2>/dev/null || true

@@ -96,7 +96,23 @@ impl Instance {
 
     /// A program of ours in this instance.
     pub fn program(&self, name: &str) -> Program {
-        Program::new(bin(name)).env("PEPO_HOME", &self.home)
+        let program = Program::new(bin(name)).env("PEPO_HOME", &self.home);
+        // The whole suite under one VMM or the other: asked for from outside, else the host decides.
+        let asked = ["PEPO_VMM", "PEPO_SANDBOX_FIRECRACKER"].map(|name| (name, std::env::var_os(name)));
+        asked.into_iter().fold(program, |program, (name, value)| match value {
+            Some(value) => program.env(name, value),
+            None => program,
+        })
+    }
+
+    /// Whether its guests run under Firecracker, by what `pepod` itself says.
+    pub fn under_firecracker(&self) -> bool {
+        self.program("pepod").args(["version"]).ok().out().contains("firecracker, ")
+    }
+
+    /// The command name of its VMMs.
+    pub fn vmm(&self) -> &'static str {
+        if self.under_firecracker() { "firecracker" } else { "qemu-system-x86" }
     }
 
     /// A daemon that stays until [`Instance::end`] or its own death: `pepo up`.

@@ -115,7 +115,7 @@ async fn by_the_death_of_its_first_process() {
 async fn by_the_death_of_its_virtual_machine() {
     dies(
         "echo now; sleep 60",
-        |instance| kill(&instance.pids("qemu-system-x86")),
+        |instance| kill(&instance.pids(instance.vmm())),
         &[Reason::VmmExit, Reason::KilledOutside],
     )
     .await;

@@ -12,7 +12,7 @@ use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 
 /// What a guest needs of its kernel beyond what every kernel has built in. One that is built in is not looked for.
-pub const WANTED: [&str; 10] = [
+pub const WANTED: [&str; 11] = [
     "virtio_mmio",
     "virtio_blk",
     "vmw_vsock_virtio_transport",
@@ -23,10 +23,11 @@ pub const WANTED: [&str; 10] = [
     "virtio_net",
     "virtio_rng",
     "vmgenid",
+    "virtio_balloon",
 ];
 
-/// Of those, what an older kernel may lack.
-const OPTIONAL: [&str; 1] = ["vmgenid"];
+/// Of those, what an older kernel may lack, or one that is never asked for its memory.
+const OPTIONAL: [&str; 2] = ["vmgenid", "virtio_balloon"];
 
 /// The largest kernel or module, unpacked, bytes.
 const UNPACKED: u64 = 512 << 20;
@@ -413,7 +414,10 @@ mod tests {
         lz4.extend(&block);
         // As the kernel's build does: the unpacked size after the payload.
         lz4.extend((elf.len() as u32).to_le_bytes());
-        for payload in [xz, lz4] {
+        let mut gzip = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+        io::Write::write_all(&mut gzip, &elf).expect("compress");
+        let gzip = gzip.finish().expect("compress");
+        for payload in [xz, lz4, gzip] {
             let mut image = vec![0; 1024 + 64];
             image[0x1f1] = 1;
             image[0x202..0x206].copy_from_slice(b"HdrS");

@@ -25,6 +25,9 @@ pub const INSTALLED: &[(&str, fn())] = &[
     ("firecracker_left_by_a_killed_host_is_swept", swept),
 ];
 
+/// Figures, which are asked for by name alone: they take a release build and a quiet machine (`make bench`).
+pub const FIGURES: &[(&str, fn())] = &[("figures_of_firecracker_against_by_hand", against_by_hand)];
+
 /// Where the programs are.
 pub fn directory() -> Option<PathBuf> {
     let named = std::env::var_os("PEPO_FIRECRACKER").map(PathBuf::from);
@@ -242,4 +245,91 @@ fn swept() {
     process_of(&hex, |name, _| name == "firecracker");
     state.life("sweep", &[]).ends_well();
     assert_clean(state.path());
+}
+
+/// The host's side of a start against jailer, Firecracker and the same calls by hand: no more than this many times as long.
+const RATIO: f64 = 1.3;
+
+/// Pairs of starts, one each in turn, so that both see the same machine. `PEPO_CYCLES` of them, 1,000 unless it says otherwise.
+fn against_by_hand() {
+    let count: usize = std::env::var("PEPO_CYCLES").ok().and_then(|text| text.parse().ok()).unwrap_or(1000);
+    let state = State::new();
+    let mut life = state.life("official-turns", &[&count.to_string()]);
+    let (mut ours, mut stops, mut hands) = (Vec::new(), Vec::new(), Vec::new());
+    for n in 0..count {
+        let line = life.line(&format!("cycle {n} "));
+        let numbers: Vec<f64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+        ours.push(numbers[0]);
+        stops.push(numbers[1]);
+        hands.push(by_hand(state.path(), n));
+        std::io::Write::write_all(life.child.stdin.as_mut().unwrap(), b"\n").unwrap();
+    }
+    life.ends_well();
+    assert_clean(state.path());
+    let at = |times: &mut Vec<f64>, part: usize| {
+        times.sort_by(f64::total_cmp);
+        times[(times.len() - 1) * part / 100] / 1000.0
+    };
+    let (ours, hand) = (at(&mut ours, 50), at(&mut hands, 50));
+    println!("figure start {ours:.1} ms, by hand {hand:.1} ms: {:.2} of at most {RATIO}", ours / hand);
+    println!("figure teardown p50 {:.1} ms, p99 {:.1} ms, 0 left of {count}", at(&mut stops, 50), at(&mut stops, 99));
+    assert!(ours / hand <= RATIO, "a start takes {:.2} times as long as by hand", ours / hand);
+}
+
+/// One start as somebody would do it with the programs alone, in microseconds: directory, links, a sparse disk with a file
+/// system, a control group by the jailer, the socket, the calls, the guest's start accepted.
+fn by_hand(state: &std::path::Path, n: usize) -> f64 {
+    use pepo_sandbox::vmm::firecracker::{self, api::Api};
+    let programs = directory().unwrap();
+    let (base, id, uid) = (state.join("by-hand"), format!("hand-{n}"), 0x7ffd_0009);
+    let begun = Instant::now();
+    let root = firecracker::root(&base, &id);
+    fs::create_dir_all(root.join("run")).unwrap();
+    for (from, to) in [("vmlinux", "kernel"), ("initramfs", "initrd"), ("rootfs.erofs", "system")] {
+        fs::hard_link(state.join("boot").join(from), root.join(to)).unwrap();
+    }
+    let disk = root.join("scratch");
+    let template = fs::read_dir(state.join("jail/templates")).unwrap().next().unwrap().unwrap().path();
+    let copied = std::process::Command::new("cp").arg("--sparse=always").arg(template).arg(&disk).status().unwrap();
+    assert!(copied.success());
+    std::os::unix::fs::chown(&disk, Some(uid), Some(uid)).unwrap();
+    let mut child = std::process::Command::new(programs.join("jailer"))
+        .args(["--id", &id, "--exec-file"])
+        .arg(programs.join("firecracker"))
+        .args(["--uid", &uid.to_string(), "--gid", &uid.to_string(), "--cgroup-version", "1", "--chroot-base-dir"])
+        .arg(&base)
+        .args(["--", "--api-sock", "/run/api.sock", "--level", "Error"])
+        .stdin(std::process::Stdio::null())
+        .stdout(std::process::Stdio::null())
+        .spawn()
+        .unwrap();
+    let stream = loop {
+        // The host's path is too long for a socket's address: from within.
+        let here = fs::File::open(root.join("run")).unwrap();
+        let path = format!("/proc/self/fd/{}/api.sock", std::os::fd::AsRawFd::as_raw_fd(&here));
+        match std::os::unix::net::UnixStream::connect(path) {
+            Ok(stream) => break stream,
+            Err(_) => assert!(child.try_wait().unwrap().is_none(), "the jailer ended"),
+        }
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    };
+    let mut api = Api::new(stream).unwrap();
+    let boot = pepo_sandbox::vmm::Boot {
+        vcpus: 1,
+        memory_mib: 256,
+        kernel: PathBuf::new(),
+        initrd: PathBuf::new(),
+        arguments: vec!["pepo.guest=1".into()],
+        scratch_size: 256 << 20,
+        throttle: None,
+        uid,
+    };
+    let within = std::time::Duration::from_secs(60);
+    firecracker::configure(&mut api, &boot, within).unwrap();
+    api.call(&firecracker::start(), within).unwrap();
+    let took = begun.elapsed().as_micros() as f64;
+    child.kill().unwrap();
+    child.wait().unwrap();
+    fs::remove_dir_all(base.join(firecracker::PROGRAM).join(id)).unwrap();
+    took
 }

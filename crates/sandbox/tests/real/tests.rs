@@ -69,7 +69,11 @@ pub fn all() -> Vec<Test> {
         list.iter().map(move |(name, run)| Test { name, run: *run, can_run })
     };
     let guests = official::guests_run();
-    of(ALL, true).chain(of(official::INSTALLED, installed)).chain(of(UNDER_FIRECRACKER, guests)).collect()
+    of(ALL, true)
+        .chain(of(official::INSTALLED, installed))
+        .chain(of(UNDER_FIRECRACKER, guests))
+        .chain(of(official::FIGURES, false))
+        .collect()
 }
 
 /// What a program says, both channels together.

@@ -150,7 +150,8 @@ const CALLS: &[Attempt] = &[
 ];
 
 fn main() -> ExitCode {
-    let name = std::env::args().nth(1).unwrap_or_default();
+    // The last one: an official jailer puts its own words before those that it is told to pass on.
+    let name = std::env::args().skip(1).last().unwrap_or_default();
     let result = match name.as_str() {
         "list" => {
             for (name, ..) in CALLS {
