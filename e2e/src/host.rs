@@ -36,7 +36,13 @@ impl Snapshot {
         {
             for entry in fs::read_dir(place).into_iter().flatten().flatten() {
                 let name = entry.file_name().to_string_lossy().into_owned();
-                let owner = (what == "lease").then(|| Owner::Tag(name.clone()));
+                let tag = match what {
+                    "lease" => Some(&*name),
+                    // Whose a Sandbox's network is stands in its name.
+                    "namespace" => name.strip_prefix("pepo-").and_then(|rest| rest.get(..4)),
+                    _ => name.strip_prefix("pp").filter(|rest| rest.len() == 8).and_then(|rest| rest.get(..4)),
+                };
+                let owner = tag.map(|tag| Owner::Tag(tag.to_owned()));
                 things.insert(format!("{what} {name}"), owner);
             }
         }

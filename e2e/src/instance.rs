@@ -35,6 +35,10 @@ pub struct Options {
     pub without_images: bool,
     /// Its `pepo.toml`.
     pub config: Option<String>,
+    /// Its Sandboxes have a network: for tests that make one, without a way out of this machine.
+    pub network: bool,
+    /// The network namespace that is its machine's.
+    pub within: Option<PathBuf>,
 }
 
 /// One instance.
@@ -42,6 +46,8 @@ pub struct Instance {
     home: PathBuf,
     before: Snapshot,
     ended: bool,
+    network: bool,
+    within: Option<PathBuf>,
 }
 
 impl Instance {
@@ -76,7 +82,7 @@ impl Instance {
             like(&from.join(".."), &home.join("state"));
             link_tree(&from, &home.join("state/images"));
         }
-        Instance { home, before, ended: false }
+        Instance { home, before, ended: false, network: options.network, within: options.within }
     }
 
     /// Its `PEPO_HOME`.
@@ -96,7 +102,13 @@ impl Instance {
 
     /// A program of ours in this instance.
     pub fn program(&self, name: &str) -> Program {
-        let program = Program::new(bin(name)).env("PEPO_HOME", &self.home);
+        let network = if self.network { "on" } else { "off" };
+        let program = match &self.within {
+            None => Program::new(bin(name)),
+            Some(namespace) => Program::new("/usr/bin/nsenter")
+                .args([std::ffi::OsString::from(format!("--net={}", namespace.display())), bin(name).into()]),
+        };
+        let program = program.env("PEPO_HOME", &self.home).env("PEPO_NETWORK_MODE", network);
         // The whole suite under one VMM or the other: asked for from outside, else the host decides.
         let asked = ["PEPO_VMM", "PEPO_SANDBOX_FIRECRACKER"].map(|name| (name, std::env::var_os(name)));
         asked.into_iter().fold(program, |program, (name, value)| match value {

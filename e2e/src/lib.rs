@@ -10,6 +10,7 @@
 mod host;
 mod instance;
 mod program;
+pub mod world;
 
 pub use host::{SANDBOX_UIDS, Snapshot, pids_named};
 pub use instance::{Instance, Options, bin, images};

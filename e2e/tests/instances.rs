@@ -259,7 +259,7 @@ fn kill_9_at_any_moment_leaves_nothing_that_a_sweep_does_not_find() {
 #[test]
 fn a_setting_that_nobody_knows_is_refused_by_name() {
     let config = Some("[sandbox]\nmemmory = \"1g\"\n".to_owned());
-    let instance = Instance::with(Options { without_images: true, config });
+    let instance = Instance::with(Options { without_images: true, config, ..Options::default() });
     let ran = instance.pepo(["run", "--", "true"]).run();
     assert_eq!(ran.code(), Some(125), "{ran}");
     assert!(

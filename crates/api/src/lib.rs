@@ -41,8 +41,9 @@ pub use operator::{
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
 pub use scope::{ADMIN, Scope, ScopeError};
 pub use session::{
-    CreateSession, IfTerminated, NetworkMode, NetworkSpec, Page, ReadySpec, Reason, Restart, Service, ServiceSpec,
-    ServiceState, Session, SessionState, SessionStats, Setup, UpdateSession,
+    CreateSession, IfTerminated, NetworkMode, NetworkProtocol, NetworkRefused, NetworkRule, NetworkSpec, NetworkStats,
+    Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState, SessionStats, Setup,
+    UpdateSession,
 };
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel

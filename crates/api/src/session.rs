@@ -189,26 +189,69 @@ pub struct Service {
 }
 
 /// What a Sandbox may reach.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct NetworkSpec {
     /// The kind of policy.
     pub mode: NetworkMode,
-    /// With mode `allow`: what is open.
+    /// What is open: with mode `allow` all that is, with mode `public` beside what is public.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub allow: Option<Vec<Value>>,
+    pub allow: Option<Vec<NetworkRule>>,
+    /// How much it may send.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub egress_bytes_per_second: Option<u64>,
+    /// How much it may receive.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ingress_bytes_per_second: Option<u64>,
 }
 
 /// Kinds of network policy.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum NetworkMode {
-    /// No network interface.
+    /// Nothing, not even names.
+    #[default]
     None,
     /// Everything but the floor.
     Public,
     /// What the list says.
     Allow,
+}
+
+/// One entry of what is open: exactly one of `domain`, `cidr` and `preset`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct NetworkRule {
+    /// A name, or `*.` and a name for all below it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<String>,
+    /// A range of IPv4 addresses.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cidr: Option<String>,
+    /// A list of entries that the instance knows by this name.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub preset: Option<String>,
+    /// Ports. None: all to a range, 80 and 443 to a name.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub ports: Vec<u16>,
+    /// The protocol. Absent: TCP where ports are named or it is a name, else all three.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub protocol: Option<NetworkProtocol>,
+    /// For a name: any protocol to its addresses, whoever else answers there, instead of TLS and HTTP for the name alone.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub any_protocol: bool,
+}
+
+/// Protocols that an entry can open.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NetworkProtocol {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+    /// ICMP echo.
+    Icmp,
 }
 
 /// Body of `PATCH /v1/sessions/{session}`: what is present is replaced.
@@ -351,6 +394,9 @@ pub struct Session {
     pub reactivate: bool,
     /// Its network policy.
     pub network: NetworkSpec,
+    /// What of it opens more than it seems to.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub network_notes: Vec<String>,
     /// What runs once per activation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub setup: Option<Setup>,
@@ -400,6 +446,51 @@ pub struct SessionStats {
     pub host_cpu_ms: u64,
     /// Memory of the whole Sandbox, by the host.
     pub host_memory_bytes: u64,
+    /// What the present Sandbox's network carried and refused, by the host.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkStats>,
+}
+
+/// What a Sandbox's network carried and refused.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkStats {
+    /// Bytes sent to somebody.
+    pub sent_bytes: u64,
+    /// Packets sent.
+    pub sent_packets: u64,
+    /// Bytes received.
+    pub received_bytes: u64,
+    /// Packets received.
+    pub received_packets: u64,
+    /// Connections that left it.
+    pub connections: u64,
+    /// Packets refused, by reason.
+    pub refused: NetworkRefused,
+}
+
+/// Packets refused, by reason.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NetworkRefused {
+    /// No entry of the policy is for it.
+    pub unlisted: u64,
+    /// It is on the floor.
+    pub floor: u64,
+    /// Its entry is no longer in force.
+    pub revoked: u64,
+    /// Too many connections at once.
+    pub connections: u64,
+    /// Too many new ones a second.
+    pub rate: u64,
+    /// Too many packets a second.
+    pub packets: u64,
+    /// Too many questions for names a second.
+    pub questions: u64,
+    /// From another's address.
+    pub spoofed: u64,
+    /// Not IPv4 of a known flow to the next hop.
+    pub malformed: u64,
+    /// Begun from outside.
+    pub inbound: u64,
 }
 
 /// One page of a list.

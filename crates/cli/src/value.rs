@@ -2,6 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use pepo_api::{NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec};
+
 /// A size in MiB: a bare number, or `512m`, `2G`, `1T` (powers of 1024).
 pub fn mebibytes(text: &str) -> Result<u32, String> {
     let wrong = || format!("`{text}` is not a size: a bare number is MiB, else 512m, 2G, 1T");
@@ -103,20 +105,52 @@ pub fn service(text: &str) -> Result<pepo_api::ServiceSpec, String> {
     Ok(pepo_api::ServiceSpec { name: name.into(), command: command.into(), port, ready: None, restart: None })
 }
 
-/// `--net`: the one policy that this release has.
-pub fn network(text: &str) -> Result<pepo_api::NetworkSpec, String> {
-    match text {
-        "none" => Ok(pepo_api::NetworkSpec { mode: pepo_api::NetworkMode::None, allow: None }),
-        "public" | "allow" => Err(no_network(text)),
-        _ if text.starts_with("allow=") => Err(no_network(text)),
-        _ => Err(format!("`{text}` is not a network policy; this release has `none` alone")),
+/// `--net`: `none`, `public`, or `allow=` and entries with commas between, each a preset, a name or a range, the latter two
+/// with `:PORT` (several with `+`) and `/tcp`, `/udp` or `/icmp` as wanted.
+pub fn network(text: &str) -> Result<NetworkSpec, String> {
+    let plain = |mode| NetworkSpec { mode, ..NetworkSpec::default() };
+    match text.split_once('=') {
+        None if text == "none" => Ok(plain(NetworkMode::None)),
+        None if text == "public" => Ok(plain(NetworkMode::Public)),
+        Some(("allow", entries)) => {
+            let entries = entries.split(',').map(str::trim).filter(|entry| !entry.is_empty());
+            let allow = entries.map(network_rule).collect::<Result<Vec<_>, _>>()?;
+            Ok(NetworkSpec { allow: Some(allow), ..plain(NetworkMode::Allow) })
+        }
+        _ => {
+            Err(format!("`{text}` is not a network policy: none, public, or allow=pypi,api.example.com:443,1.2.3.0/24"))
+        }
     }
 }
 
-fn no_network(text: &str) -> String {
-    format!(
-        "`{text}` does not exist in this release: a Sandbox has no network interface, because the boundary that would guard it is not there yet; leave --net away, or say --net none"
-    )
+fn network_rule(text: &str) -> Result<NetworkRule, String> {
+    let (rest, protocol) = match text.rsplit_once('/') {
+        Some((rest, "tcp")) => (rest, Some(NetworkProtocol::Tcp)),
+        Some((rest, "udp")) => (rest, Some(NetworkProtocol::Udp)),
+        Some((rest, "icmp")) => (rest, Some(NetworkProtocol::Icmp)),
+        _ => (text, None),
+    };
+    let (target, ports) = match rest.split_once(':') {
+        // Two colons are an address of IPv6: the daemon says what is with that.
+        Some((_, after)) if after.contains(':') => (rest, ""),
+        Some((target, ports)) => (target, ports),
+        None => (rest, ""),
+    };
+    let port = |port: &str| port.parse::<u16>().map_err(|_| format!("`{text}`: `{port}` is not a port"));
+    let ports = ports.split('+').filter(|port| !port.is_empty()).map(port).collect::<Result<Vec<_>, _>>()?;
+    let mut rule = NetworkRule { ports, protocol, ..NetworkRule::default() };
+    let target = target.to_owned();
+    let numbers = target.bytes().all(|b| b.is_ascii_digit() || matches!(b, b'.' | b'/'));
+    if numbers || target.contains(['/', ':']) {
+        rule.cidr = Some(target);
+    } else if target.contains('.') || target == "localhost" {
+        rule.domain = Some(target);
+    } else if rule.ports.is_empty() && rule.protocol.is_none() {
+        rule.preset = Some(target);
+    } else {
+        return Err(format!("`{text}`: a preset says itself what it opens"));
+    }
+    Ok(rule)
 }
 
 /// `SRC[:DST]` of `--copy`.
@@ -233,18 +267,25 @@ mod tests {
     }
 
     #[test]
-    fn only_no_network_is_taken() {
-        assert!(network("none").is_ok());
-        for text in ["public", "allow=pypi,10.0.0.0/8"] {
-            let why = network(text).unwrap_err();
-            assert!(
-                why.starts_with(&format!(
-                    "`{text}` does not exist in this release: a Sandbox has no network interface"
-                )),
-                "{why}"
-            );
-        }
-        assert_eq!(network("lan").unwrap_err(), "`lan` is not a network policy; this release has `none` alone");
+    fn networks_are_presets_names_and_ranges() {
+        let read = |text: &str| serde_json::to_string(&network(text).expect(text)).expect("json");
+        assert_eq!(read("none"), r#"{"mode":"none"}"#);
+        assert_eq!(read("public"), r#"{"mode":"public"}"#);
+        assert_eq!(
+            read("allow=pypi,api.example.com:443,1.2.3.0/24, *.example.org:80+443, 9.9.9.9:53/udp"),
+            concat!(
+                r#"{"mode":"allow","allow":[{"preset":"pypi"},{"domain":"api.example.com","ports":[443]},"#,
+                r#"{"cidr":"1.2.3.0/24"},{"domain":"*.example.org","ports":[80,443]},"#,
+                r#"{"cidr":"9.9.9.9","ports":[53],"protocol":"udp"}]}"#
+            )
+        );
+        assert_eq!(read("allow="), r#"{"mode":"allow","allow":[]}"#);
+        assert_eq!(
+            network("lan").unwrap_err(),
+            "`lan` is not a network policy: none, public, or allow=pypi,api.example.com:443,1.2.3.0/24"
+        );
+        assert_eq!(network("allow=a.b:x").unwrap_err(), "`a.b:x`: `x` is not a port");
+        assert_eq!(network("allow=pypi:443").unwrap_err(), "`pypi:443`: a preset says itself what it opens");
     }
 
     #[test]

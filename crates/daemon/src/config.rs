@@ -8,6 +8,7 @@
 //! default  <  pepo.toml  <  PEPO_<SECTION>_<KEY>  <  flags
 //! ```
 
+mod network;
 mod pool;
 
 use std::collections::BTreeMap;
@@ -21,6 +22,7 @@ use crate::setup;
 use crate::capacity::Budget;
 use crate::preset::Presets;
 
+pub use network::{NetworkConfig, NetworkUse};
 pub use pool::{PoolConfig, PoolShape};
 
 /// The longest path of `PEPO_HOME` in bytes: a Unix socket's path ends at 107, and ours below it take up to 64.
@@ -227,6 +229,8 @@ pub struct Config {
     pub firecracker: Option<PathBuf>,
     /// Where setup gets a release, with `{version}` and `{arch}` in it.
     pub setup_url: String,
+    /// What Sandboxes may reach.
+    pub network: NetworkConfig,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
     /// What of the store is kept.
@@ -330,6 +334,30 @@ const SETTINGS: &[Setting] = &[
     row("setup.url", "Where `pepo setup` gets Firecracker's release; {version} and {arch} are filled in.", || {
         setup::URL.into()
     }),
+    row(
+        "network.mode",
+        "Whether Sandboxes have a network interface: auto (where this host can guard one), on, off.",
+        || "auto".into(),
+    ),
+    row("network.default", "What a Session may reach that names nothing: public (all but the floor), none.", || {
+        "public".into()
+    }),
+    row(
+        "network.closed",
+        "Ranges that no policy opens, beside private and reserved ones; commas between.",
+        String::new,
+    ),
+    row(
+        "network.open",
+        "What of closed ranges an entry may open after all, as `10.5.0.0/24:5432/tcp, 10.6.0.1`.",
+        String::new,
+    ),
+    row("network.connections", "Connections of a Sandbox at once.", || "1024".into()),
+    row("network.flows", "New connections of a Sandbox a second; twice that in a burst.", || "200".into()),
+    row("network.packets", "Packets from a Sandbox a second.", || "50000".into()),
+    row("network.questions", "Questions for names of a Sandbox a second; twice that in a burst.", || "100".into()),
+    row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
+    row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
@@ -561,6 +589,23 @@ impl Raw {
             shapes: self.get("pool.shapes", |text| pool::shapes(text, &sandbox, target, minimum))?,
             age: self.get("pool.age", |text| duration(text).and_then(positive))?,
         };
+        let limits = pepo_sandbox::net::Limits {
+            connections: self.get("network.connections", |text| number(text, 16, 1_000_000))?,
+            flows_per_second: self.get("network.flows", |text| number(text, 1, 100_000))?,
+            packets_per_second: self.get("network.packets", |text| number(text, 100, 10_000_000))?,
+            questions_per_second: self.get("network.questions", |text| number(text, 1, 10_000))?,
+            egress_bytes_per_second: self.get("network.egress", network::rate)?,
+            ingress_bytes_per_second: self.get("network.ingress", network::rate)?,
+        };
+        let network = NetworkConfig {
+            uses: self.get("network.mode", network::uses)?,
+            default: self.get("network.default", network::mode)?,
+            settings: network::settings(
+                self.get("network.closed", network::closed)?,
+                self.get("network.open", network::open)?,
+                limits,
+            ),
+        };
         Ok(Config {
             sandbox,
             pool,
@@ -570,6 +615,7 @@ impl Raw {
                 _ => Err("expected the absolute path of a directory".into()),
             })?,
             setup_url: self.get("setup.url", url)?,
+            network,
             mirror: self.get("images.mirror", mirror)?,
             retention: Retention {
                 records: self.get("store.retention", |text| duration(text).and_then(positive))?,

@@ -17,6 +17,7 @@ pub mod config;
 pub mod doctor;
 pub mod image;
 pub mod modes;
+pub mod network;
 pub mod places;
 pub mod pool;
 pub mod preset;
@@ -70,6 +71,8 @@ pub enum Stop {
 pub struct Begun {
     /// All settings.
     pub config: Config,
+    /// What it says about the network; none where Sandboxes have none.
+    pub network: Option<network::Network>,
     /// The instance's tag.
     pub tag: Tag,
     /// The operator's socket, bound.
@@ -138,7 +141,8 @@ impl Pepod {
     /// # Errors
     /// The store, the Images or the privileged side cannot be used.
     pub async fn run(begun: Begun) -> anyhow::Result<u8> {
-        let Begun { config, tag, operator, edge, edge_uid, host, seen, vmm, runs_on, ready, exit_when_idle } = begun;
+        let Begun { config, network, tag, operator, edge, edge_uid, host, seen, vmm, runs_on, ready, exit_when_idle } =
+            begun;
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
         let apps = Apps::open(store.clone()).context("cannot read the Apps")?;
@@ -146,8 +150,15 @@ impl Pepod {
         let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
-        let sessions =
-            Sessions::new(store.clone(), host.clone(), finder(&images, vmm), config.sandbox.clone(), pool, vmm);
+        let sessions = Sessions::new(
+            store.clone(),
+            host.clone(),
+            finder(&images, vmm),
+            config.sandbox.clone(),
+            pool,
+            vmm,
+            network,
+        );
         let pepod = Pepod(Arc::new(Parts {
             guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
             config,

@@ -4,7 +4,7 @@
 //! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
 //! pepod setup [--check] [--from FILE]                                                 [--json]
 //! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
-//! pepod keeper --fd N | jail --fd N | share --fd N | relay --fd N | build … | probe                  its own, by re-execution
+//! pepod keeper --fd N | jail --fd N | share --fd N | relay --fd N | build … | probe | probe-network   its own, by re-execution
 //! ```
 
 #![forbid(unsafe_code)]
@@ -69,6 +69,7 @@ fn run() -> anyhow::Result<ExitCode> {
         ["jail"] => return modes::enter_jail(fd()?),
         ["relay"] => return modes::relay(fd()?),
         ["probe"] => return modes::probe(),
+        ["probe-network"] => return modes::probe_network(),
         _ => {}
     }
     let typed = Typed::from_process(sets);

@@ -149,12 +149,47 @@ pub fn setup(config: &Config, only_look: bool, from: Option<&Path>, print: Print
     Ok(ExitCode::from(u8::from(missing)))
 }
 
+/// `pepod probe-network`: whether this host can guard a network. A process of its own, since looking makes a namespace.
+///
+/// # Errors
+/// Nobody reads it.
+pub fn probe_network() -> anyhow::Result<ExitCode> {
+    say(&match pepo_sandbox::net::probe() {
+        Ok(()) => "ok\n".to_owned(),
+        Err(error) => format!("{}\n", pepo_sandbox::chain(&error)),
+    })?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Whether Sandboxes get a network on this host; if not, why.
+///
+/// # Errors
+/// The reason.
+pub fn network_works(config: &config::NetworkConfig) -> Result<(), String> {
+    if config.uses == config::NetworkUse::Off {
+        return Err("network.mode = \"off\"".to_owned());
+    }
+    let asked = Command::new("/proc/self/exe")
+        .arg("probe-network")
+        .env_clear()
+        .stdin(Stdio::null())
+        .stderr(Stdio::null())
+        .output()
+        .map_err(|error| error.to_string())?;
+    match String::from_utf8_lossy(&asked.stdout).trim() {
+        "ok" => Ok(()),
+        "" => Err("it could not be found out".to_owned()),
+        reason => Err(reason.to_owned()),
+    }
+}
+
 /// `pepod doctor`.
 ///
 /// # Errors
 /// Nobody reads it.
 pub fn doctor(config: &Config, seen: &Seen, print: Print) -> anyhow::Result<ExitCode> {
     let mut checks = doctor::root(config, seen);
+    checks.extend(doctor::network(config, &network_works(&config.network)));
     checks.extend(doctor::anybody(config));
     let bad = checks.iter().any(|check| check.severity == Severity::Error);
     match print {

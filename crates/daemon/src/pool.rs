@@ -19,6 +19,7 @@ use std::time::Duration;
 
 use pepo_api::ImageId;
 use pepo_sandbox::host::Keeper;
+use pepo_sandbox::plan::Network;
 use pepo_sandbox::{Plan, SandboxId, Vmm, Warm, chain};
 use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
 use tokio::time::Instant;
@@ -68,7 +69,7 @@ impl Shape {
     }
 
     /// How a Sandbox of it is made.
-    pub fn plan(&self, id: SandboxId, files: &Files) -> Plan {
+    pub fn plan(&self, id: SandboxId, files: &Files, network: Network) -> Plan {
         Plan {
             id,
             vmm: self.vmm,
@@ -78,6 +79,7 @@ impl Shape {
             memory_mib: self.memory_mib,
             cpus: self.cpus,
             disk_mib: self.disk_mib,
+            network,
         }
     }
 }
@@ -455,7 +457,7 @@ impl Pool {
         // Recorded before the first thing is taken.
         let record = sessions.store().write(Write::NewSandbox(sandbox_id(id))).await;
         record.map_err(|error| told(&error))?;
-        let warm = pepo_sandbox::boot(sessions.host(), shape.plan(id, files), cancel).await;
+        let warm = pepo_sandbox::boot(sessions.host(), shape.plan(id, files, sessions.interface()), cancel).await;
         let warm = warm.map_err(|error| told(&error))?;
         match warm.poise().await {
             Ok(()) => Ok(warm),

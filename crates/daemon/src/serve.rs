@@ -1,7 +1,7 @@
 //! `pepod serve`: everything that happens as root and with one thread, in order, until the process is two.
 
 use std::os::fd::RawFd;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,9 +10,11 @@ use pepo_sandbox::host::{HostConfig, Split, split};
 use pepo_sandbox::{Vmm, rights, sys};
 
 use crate::accounts::{self, Account};
-use crate::config::Config;
+use crate::config::{Config, NetworkUse};
 use crate::doctor::Seen;
-use crate::{Begun, Pepod, doctor, places, setup};
+use crate::network::Network;
+use crate::preset::{Presets, machine};
+use crate::{Begun, Pepod, doctor, modes, places, setup};
 
 /// Where `mkfs.ext4` is.
 const MKFS: [&str; 3] = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4", "/usr/bin/mkfs.ext4"];
@@ -43,7 +45,23 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
     if runs.choice.vmm == Vmm::Firecracker {
         installed.as_ref().map_err(|why| anyhow::anyhow!("{why}"))?;
     }
-    let seen = doctor::root(&config, &runs);
+    let guarded = if fake { Err("tests".to_owned()) } else { modes::network_works(&config.network) };
+    if config.network.uses == NetworkUse::On
+        && let Err(reason) = &guarded
+    {
+        anyhow::bail!("network.mode = \"on\", and this host cannot guard a network: {reason}");
+    }
+    let mut seen = doctor::root(&config, &runs);
+    seen.extend(doctor::network(&config, &guarded));
+    let network = match guarded {
+        Ok(()) => Some(Network {
+            settings: config.network.settings.clone(),
+            default: config.network.default,
+            presets: Presets::new(machine::read(Path::new("/"), &["/root".into()]), &config.presets)
+                .context("presets")?,
+        }),
+        Err(_) => None,
+    };
     let operator = places::bind(&config.places.operator_socket(), root.then_some(pepo.gid))?;
     let edge_socket = places::bind(&config.places.edge_socket(), root.then_some(edge.gid))?;
     let ready = match flags.ready_fd {
@@ -68,6 +86,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
                 firecracker: None,
                 mkfs,
                 directories: Default::default(),
+                network: network.map(|network| network.settings),
             };
             let ended = pepo_sandbox::host::run(socket, host);
             places::unbind(&places);
@@ -81,6 +100,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
             rustix::thread::set_name(c"pepod")?;
             let begun = Begun {
                 config,
+                network,
                 tag,
                 operator,
                 edge: edge_socket,

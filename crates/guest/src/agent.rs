@@ -720,6 +720,10 @@ impl Agent {
         if self.is_guest() {
             crate::mount::become_sandbox(&activate.hostname, activate.clock_unix_ns, &activate.entropy)
                 .map_err(|error| failed(FailureCode::Io, error.to_string()))?;
+            if let Some(network) = &activate.network {
+                crate::net::begin(network)
+                    .map_err(|error| failed(FailureCode::Io, format!("network: {}", explain(&error))))?;
+            }
         }
         *self.image_env.borrow_mut() = Environment::of_image(Path::new("/"));
         *self.activation.borrow_mut() = Some(activate.env);

@@ -14,6 +14,7 @@ mod files;
 mod init;
 mod input;
 mod mount;
+mod net;
 mod ring;
 mod share;
 mod shell;

@@ -146,7 +146,7 @@ pub fn furnish() -> Vec<Error> {
             note(tried(format!("mode of {device}"), fs::set_permissions(device, fs::Permissions::from_mode(0o666))));
         }
     }
-    note(tried("loopback", sys::loopback_up()));
+    note(tried("loopback", sys::link_up("lo")));
     for (name, value) in [
         // What a desktop has: editors, bundlers, browsers.
         ("fs/inotify/max_user_watches", "1048576"),

@@ -1,6 +1,6 @@
 //! The system calls that `rustix` has no safe form of, each behind a small safe function.
 //!
-//! Owns every `unsafe` block of this program. Called by `init` (fork, loopback), `agent` (vsock, entropy), `spawn`
+//! Owns every `unsafe` block of this program. Called by `init` (fork), `mount` and `net` (links), `agent` (vsock, entropy), `spawn`
 //! (a child born in its control group) and `user` (a thread's file-system identity). Promises that no function here
 //! can break memory safety for any argument.
 
@@ -9,6 +9,7 @@
 use std::ffi::CString;
 use std::io;
 use std::mem;
+use std::net::Ipv4Addr;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
 
@@ -82,21 +83,94 @@ pub fn fork_single_threaded() -> io::Result<Fork> {
     }
 }
 
-/// Brings the interface `lo` up.
-pub fn loopback_up() -> io::Result<()> {
+/// A socket to make requests about links with, and an empty one.
+fn link_request(name: &str) -> io::Result<(OwnedFd, libc::ifreq)> {
     // SAFETY: no pointers; the descriptor is new.
     let socket =
         unsafe { OwnedFd::from_raw_fd(check(libc::socket(libc::AF_INET, libc::SOCK_DGRAM | libc::SOCK_CLOEXEC, 0))?) };
     // SAFETY: all bytes zero is a valid ifreq.
     let mut request: libc::ifreq = unsafe { mem::zeroed() };
-    request.ifr_name[0] = b'l' as libc::c_char;
-    request.ifr_name[1] = b'o' as libc::c_char;
+    if name.len() >= request.ifr_name.len() {
+        return Err(io::ErrorKind::InvalidInput.into());
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    Ok((socket, request))
+}
+
+/// Brings an interface up.
+pub fn link_up(name: &str) -> io::Result<()> {
+    let (socket, mut request) = link_request(name)?;
     // SAFETY: `request` is a valid ifreq for the duration of the call.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS, &raw mut request) })?;
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCGIFFLAGS as _, &raw mut request) })?;
     // SAFETY: after SIOCGIFFLAGS the union holds flags, and any bit pattern is a valid c_short.
     unsafe { request.ifr_ifru.ifru_flags |= libc::IFF_UP as libc::c_short };
     // SAFETY: as above.
-    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS, &raw const request) })?;
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFFLAGS as _, &raw const request) })?;
+    Ok(())
+}
+
+/// Sets the largest packet of an interface.
+pub fn link_mtu(name: &str, mtu: u32) -> io::Result<()> {
+    let (socket, mut request) = link_request(name)?;
+    request.ifr_ifru.ifru_mtu = i32::try_from(mtu).map_err(|_| io::ErrorKind::InvalidInput)?;
+    // SAFETY: `request` is a valid ifreq for the duration of the call.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSIFMTU as _, &raw const request) })?;
+    Ok(())
+}
+
+/// An IPv4 address as the kernel takes one.
+fn socket_address(address: Ipv4Addr) -> libc::sockaddr {
+    // SAFETY: all bytes zero is a valid sockaddr.
+    let mut plain: libc::sockaddr = unsafe { mem::zeroed() };
+    plain.sa_family = libc::AF_INET as libc::sa_family_t;
+    // Behind the port's two bytes.
+    for (to, from) in plain.sa_data[2..6].iter_mut().zip(address.octets()) {
+        *to = from as libc::c_char;
+    }
+    plain
+}
+
+/// Gives an interface its address and mask.
+pub fn link_address(name: &str, address: Ipv4Addr, mask: Ipv4Addr) -> io::Result<()> {
+    for (call, value) in [(libc::SIOCSIFADDR, address), (libc::SIOCSIFNETMASK, mask)] {
+        let (socket, mut request) = link_request(name)?;
+        request.ifr_ifru.ifru_addr = socket_address(value);
+        // SAFETY: `request` is a valid ifreq for the duration of the call.
+        check(unsafe { libc::ioctl(socket.as_raw_fd(), call as _, &raw const request) })?;
+    }
+    Ok(())
+}
+
+/// Writes down for good at which hardware address somebody on an interface is.
+pub fn neighbour(name: &str, address: Ipv4Addr, mac: [u8; 6]) -> io::Result<()> {
+    let (socket, named) = link_request(name)?;
+    // SAFETY: all bytes zero is a valid arpreq.
+    let mut request: libc::arpreq = unsafe { mem::zeroed() };
+    request.arp_pa = socket_address(address);
+    request.arp_ha.sa_family = libc::ARPHRD_ETHER;
+    for (to, from) in request.arp_ha.sa_data.iter_mut().zip(mac) {
+        *to = from as libc::c_char;
+    }
+    request.arp_flags = libc::ATF_COM | libc::ATF_PERM;
+    request.arp_dev = named.ifr_name;
+    // SAFETY: `request` is a valid arpreq for the duration of the call.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCSARP as _, &raw const request) })?;
+    Ok(())
+}
+
+/// Sends everything that is not on a link's own network to `gateway`.
+pub fn default_route(gateway: Ipv4Addr) -> io::Result<()> {
+    let (socket, _) = link_request("")?;
+    // SAFETY: all bytes zero is a valid rtentry: null pointers and numbers.
+    let mut request: libc::rtentry = unsafe { mem::zeroed() };
+    request.rt_dst = socket_address(Ipv4Addr::UNSPECIFIED);
+    request.rt_genmask = socket_address(Ipv4Addr::UNSPECIFIED);
+    request.rt_gateway = socket_address(gateway);
+    request.rt_flags = (libc::RTF_UP | libc::RTF_GATEWAY) as libc::c_ushort;
+    // SAFETY: `request` is a valid rtentry for the duration of the call, and its one pointer is null.
+    check(unsafe { libc::ioctl(socket.as_raw_fd(), libc::SIOCADDRT as _, &raw const request) })?;
     Ok(())
 }
 

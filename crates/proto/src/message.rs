@@ -193,6 +193,29 @@ pub struct Activate {
     /// Fresh bytes for the guest's random generator, at most 512.
     #[cbor(n(3), with = "minicbor::bytes")]
     pub entropy: Vec<u8>,
+    /// The network; without one the guest has its loopback alone.
+    #[n(4)]
+    pub network: Option<Network>,
+}
+
+/// How a guest reaches the network through its one interface. Addresses are IPv4, as numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Network {
+    /// The guest's address.
+    #[n(0)]
+    pub address: u32,
+    /// How many bits of it name the network, at most 32.
+    #[n(1)]
+    pub prefix: u8,
+    /// The next hop, which is also the only resolver.
+    #[n(2)]
+    pub gateway: u32,
+    /// Its hardware address, in the lower 48 bits. Nobody answers who asks for it.
+    #[n(3)]
+    pub gateway_mac: u64,
+    /// The largest packet.
+    #[n(4)]
+    pub mtu: u32,
 }
 
 /// A terminal's size in character cells, each 1..=1000.

@@ -82,6 +82,7 @@ fn run() -> Outcome<()> {
         scratch_size: 1 << 30,
         throttle,
         uid: VMM_UID,
+        mac: None,
     };
     let plan = Plan { boot, root: root.into(), state, until: until.ok_or("--until TEXT")?, boots };
     writeln!(io::stdout(), "{}", probe::hardware())?;
@@ -137,6 +138,7 @@ fn once(plan: &Plan, programs: &closure::Programs) -> Outcome<Duration> {
         console: their_console.as_raw_fd(),
         control: their_control.as_raw_fd(),
         vsock: connection.as_raw_fd(),
+        tap: None,
         log: log.as_raw_fd(),
         gate: None,
     };

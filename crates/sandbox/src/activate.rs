@@ -7,7 +7,7 @@
 use std::time::{Duration, Instant};
 
 use pepo_proto::console::{AGENT_DIED, BOOT_FAILED};
-use pepo_proto::{Activate, Share};
+use pepo_proto::{Activate, Network, Share};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::{self, Claim, Error, Step, Steps, Warm};
@@ -16,6 +16,7 @@ use crate::host::{self, Evidence, Host, Keeper};
 use crate::id::{SandboxId, VolumeId};
 use crate::jail::Access;
 use crate::keeper::{ExitRecord, Left, Shutdown};
+use crate::net::{Policy, address};
 use crate::plan::Plan;
 use crate::share::{Cache, PROOF, SharePlan};
 
@@ -102,6 +103,22 @@ impl std::fmt::Display for Exit {
 }
 
 impl Warm {
+    /// Puts a network policy in force, before the guest hears of its network: what it is told then.
+    ///
+    /// # Errors
+    /// As [`Host::network`]; it is still to be released.
+    pub async fn network(&self, policy: &Policy) -> Result<Network, host::Error> {
+        let link = self.claim.host().network(self.plan.id, policy).await?;
+        let [a, b, c, d, e, f] = address::GATEWAY_MAC.0;
+        Ok(Network {
+            address: address::GUEST.to_bits(),
+            prefix: address::GUEST_PREFIX,
+            gateway: address::GATEWAY.to_bits(),
+            gateway_mac: u64::from_be_bytes([0, 0, a, b, c, d, e, f]),
+            mtu: link.mtu,
+        })
+    }
+
     /// Makes it this Sandbox: once, and there is no way back.
     ///
     /// # Errors
@@ -292,6 +309,14 @@ impl Active {
     /// As [`Host::evidence`].
     pub async fn guest_memory(&self) -> Result<Option<crate::vmm::firecracker::GuestMemory>, host::Error> {
         Ok(self.claim.host().evidence(self.id()).await?.memory)
+    }
+
+    /// Puts another network policy in force at one moment: what is no longer allowed stops there.
+    ///
+    /// # Errors
+    /// As [`Host::network`].
+    pub async fn network(&self, policy: &Policy) -> Result<(), host::Error> {
+        self.claim.host().network(self.id(), policy).await.map(drop)
     }
 
     /// What its console printed last.

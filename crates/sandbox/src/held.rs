@@ -5,10 +5,10 @@
 //! it stands for everything between.
 //!
 //! ```text
-//! taken     directory with plan.json   cgroup   areas (keep/, vsock/, boot/)   processes
-//! released                         4        3      2                              1
+//! taken     directory with plan.json   cgroup   network   areas (keep/, vsock/, boot/)   processes
+//! released                         5        4         3      2                              1
 //! ```
-//! Disks, sockets and mounts of a Sandbox are descriptors or lie in its processes' namespaces: they go with the processes.
+//! Disks, taps, sockets and mounts of a Sandbox are descriptors or lie in its processes' namespaces: they go with the processes.
 
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cgroup::Hierarchies;
 use crate::id::{Names, SandboxId, Tag, UidBlock, file};
+use crate::net;
 use crate::plan::Plan;
 use crate::proc;
 
@@ -114,12 +115,13 @@ impl Place {
         Ok(rustix::fs::openat2(&self.jails, path, flags, Mode::empty(), resolve)?)
     }
 
-    /// Every Sandbox that has a directory or a cgroup here.
+    /// Every Sandbox that has a directory, a cgroup or a network namespace here.
     ///
     /// # Errors
     /// The jails cannot be read.
     pub fn all(&self) -> io::Result<Vec<SandboxId>> {
         let mut ids = self.cgroups.tagged(self.tag);
+        ids.extend(net::slot::namespaces(self.tag)?);
         for entry in rustix::fs::Dir::read_from(&self.jails)? {
             if let Ok(id) = SandboxId::from_hex(&entry?.file_name().to_string_lossy()) {
                 ids.push(id);
@@ -255,6 +257,8 @@ pub enum Kind {
     Directory,
     /// Its cgroup in every hierarchy.
     Cgroup,
+    /// Its network namespace and the link to it.
+    Network,
     /// The directories of its processes.
     Areas,
     /// Its processes.
@@ -267,6 +271,7 @@ impl Kind {
         match self {
             Kind::Directory => "directory",
             Kind::Cgroup => "cgroup",
+            Kind::Network => "network",
             Kind::Areas => "areas",
             Kind::Processes => "process",
         }
@@ -287,8 +292,8 @@ impl<'a> Holdings<'a> {
     }
 
     /// Every kind, last taken first.
-    pub fn kinds() -> [Kind; 4] {
-        [Kind::Processes, Kind::Areas, Kind::Cgroup, Kind::Directory]
+    pub fn kinds() -> [Kind; 5] {
+        [Kind::Processes, Kind::Areas, Kind::Network, Kind::Cgroup, Kind::Directory]
     }
 
     /// Gives everything back, last taken first. A kind that stays keeps those taken before it: they are what leads to it.
@@ -312,6 +317,7 @@ impl<'a> Holdings<'a> {
         match kind {
             Kind::Processes => self.end_processes(),
             Kind::Areas => self.remove_areas(),
+            Kind::Network => net::slot::release(self.place.names(self.id)),
             Kind::Cgroup => {
                 self.place.cgroups.leaf(self.place.cgroup(self.id)).remove(REMOVED_WITHIN).map_err(io::Error::other)
             }
@@ -329,6 +335,7 @@ impl<'a> Holdings<'a> {
         for process in proc::all().filter(|process| uids.contains(&process.uid)) {
             there.push((Kind::Processes, format!("{} {}", process.pid, process.name)));
         }
+        there.extend(net::slot::present(self.place.names(self.id)).into_iter().map(|name| (Kind::Network, name)));
         if leaf.exists() {
             there.push((Kind::Cgroup, self.place.cgroup(self.id)));
         }
@@ -437,7 +444,7 @@ mod tests {
     #[test]
     fn kinds_go_back_in_reverse() {
         let mut taken = Holdings::kinds();
-        assert_eq!(taken[3], Kind::Directory, "the directory is not last");
+        assert_eq!(taken[4], Kind::Directory, "the directory is not last");
         taken.reverse();
         assert!(taken.is_sorted(), "not the reverse of taking");
     }
@@ -474,7 +481,18 @@ mod tests {
     fn plan(id: SandboxId) -> Plan {
         let path = || crate::plan::StatePath::new("x").expect("path");
         let vmm = crate::plan::Vmm::Qemu;
-        Plan { id, vmm, kernel: path(), initramfs: path(), root: path(), memory_mib: 256, cpus: 1, disk_mib: 64 }
+        let network = crate::plan::Network::Absent;
+        Plan {
+            id,
+            vmm,
+            kernel: path(),
+            initramfs: path(),
+            root: path(),
+            memory_mib: 256,
+            cpus: 1,
+            disk_mib: 64,
+            network,
+        }
     }
 
     #[test]

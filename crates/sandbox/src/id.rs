@@ -317,6 +317,8 @@ pub mod process {
 pub mod file {
     /// The Plan, written before the first resource is taken. Root's.
     pub const PLAN: &str = "plan.json";
+    /// The network policy in force. Root's.
+    pub const POLICY: &str = "policy.json";
     /// Process id and start time of the keeper. Root's.
     pub const KEEPER: &str = "keeper.json";
     /// What is served into its guest, by whom. Root's.

@@ -36,7 +36,9 @@ pub(crate) use start::connect;
 pub use record::{ExitRecord, Left, Shutdown};
 
 /// What a keeper is told, beside descriptors in this order: kernel, initramfs, root file system, scratch disk, the keeper's
-/// own directory, the file that counts kills for memory, then the cgroup's doors.
+/// own directory, the file that counts kills for memory, then the network device where the boot has one (its tap, or
+/// the namespace in which it opens it), then the
+/// cgroup's doors.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Order {
     /// The Sandbox's directory.

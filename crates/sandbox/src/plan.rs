@@ -126,6 +126,17 @@ impl Vmm {
     }
 }
 
+/// Whether a Sandbox has a network interface.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Network {
+    /// It has none.
+    #[default]
+    Absent,
+    /// It has one, closed until a policy is put in force.
+    Slot,
+}
+
 /// One Sandbox to be.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -146,6 +157,9 @@ pub struct Plan {
     pub cpus: u32,
     /// The scratch disk's size, in [`DISK_MIB`]: sparse, it costs what is written to it.
     pub disk_mib: u32,
+    /// Its network interface.
+    #[serde(default)]
+    pub network: Network,
 }
 
 impl Plan {
@@ -183,6 +197,7 @@ mod tests {
             memory_mib: 512,
             cpus: 1,
             disk_mib: 2048,
+            network: Network::Slot,
         }
     }
 

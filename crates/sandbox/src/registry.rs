@@ -22,6 +22,7 @@ use sha2::{Digest, Sha256};
 use crate::builder;
 use crate::cgroup;
 use crate::id::{Tag, UidBlock};
+use crate::net;
 use crate::proc;
 
 /// Where the machine's registry is. The same for every instance, wherever its own files are.
@@ -227,6 +228,7 @@ fn on_the_host(lease: &Lease) -> bool {
         || !builder::left_by(&lease.jails, lease.tag).is_empty()
         || !cgroup::Hierarchies::detect().is_ok_and(|all| all.tagged(lease.tag).is_empty())
         || proc::of_uids(lease.block).next().is_some()
+        || net::slot::namespaces(lease.tag).is_ok_and(|ids| !ids.is_empty())
 }
 
 /// The state directory's lock.
@@ -417,7 +419,12 @@ impl Guard {
         Ok(file)
     }
 
+    /// The lease goes, and with it the instance's wall, which stands for Sandboxes that are gone. (Without rights there is
+    /// none, and it is not ours to remove.)
     fn remove(&self, tag: Tag) -> Result<(), Error> {
+        if rustix::process::geteuid().is_root() {
+            net::remove_wall(tag).map_err(at("take down the wall of", &self.path.join(tag.as_str())))?;
+        }
         let path = self.path.join(tag.as_str());
         match fs::remove_file(&path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => Err(at("remove", &path)(error)),

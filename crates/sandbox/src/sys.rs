@@ -63,6 +63,33 @@ pub fn unshare(flags: libc::c_int) -> io::Result<()> {
     check(unsafe { libc::unshare(flags) }).map(drop)
 }
 
+/// A new tap of that name in the calling thread's network namespace. It goes with the last copy of the descriptor.
+///
+/// Packets carry the header with which a guest leaves segmentation and checksums to the host. With an owner it stays without
+/// a descriptor, as long as its namespace, and that uid may open it by name. Caller: `net::slot`.
+pub fn open_tap(name: &str, owner: Option<u32>) -> io::Result<OwnedFd> {
+    let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC | rustix::fs::OFlags::NONBLOCK;
+    let tap = rustix::fs::open("/dev/net/tun", flags, rustix::fs::Mode::empty())?;
+    // SAFETY: all bytes zero is a valid ifreq.
+    let mut request: libc::ifreq = unsafe { std::mem::zeroed() };
+    if name.is_empty() || name.len() >= request.ifr_name.len() {
+        return Err(io::Error::from_raw_os_error(libc::EINVAL));
+    }
+    for (to, from) in request.ifr_name.iter_mut().zip(name.bytes()) {
+        *to = from as libc::c_char;
+    }
+    request.ifr_ifru.ifru_flags = (libc::IFF_TAP | libc::IFF_NO_PI | libc::IFF_VNET_HDR) as libc::c_short;
+    // SAFETY: the request reads and writes one ifreq, which lives as long as the call.
+    check(unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(&tap), libc::TUNSETIFF, &raw mut request) })?;
+    if let Some(owner) = owner {
+        for (call, number) in [(libc::TUNSETOWNER, owner), (libc::TUNSETPERSIST, 1)] {
+            // SAFETY: both requests take a number and touch no memory.
+            check(unsafe { libc::ioctl(std::os::fd::AsRawFd::as_raw_fd(&tap), call, libc::c_ulong::from(number)) })?;
+        }
+    }
+    Ok(tap)
+}
+
 /// Gives every signal its default action and unblocks all of them, so that the next program starts clean.
 pub fn reset_signals() -> io::Result<()> {
     for signal in 1..=64 {

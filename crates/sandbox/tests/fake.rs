@@ -46,6 +46,7 @@ fn main() -> std::process::ExitCode {
                 firecracker: None,
                 mkfs: "/nowhere".into(),
                 directories: Default::default(),
+                network: None,
             };
             let code = run(socket, config).unwrap();
             let left: Vec<_> =
@@ -82,11 +83,12 @@ fn plan(id: SandboxId) -> Plan {
         memory_mib: 256,
         cpus: 1,
         disk_mib: 256,
+        network: pepo_sandbox::plan::Network::Absent,
     }
 }
 
 fn activation() -> Activate {
-    Activate { hostname: "melon".into(), env: Vec::new(), clock_unix_ns: 1, entropy: vec![1; 32] }
+    Activate { hostname: "melon".into(), env: Vec::new(), clock_unix_ns: 1, entropy: vec![1; 32], network: None }
 }
 
 fn exec(argv: &[&str]) -> Exec {

@@ -31,7 +31,7 @@ async fn the_agent_introduces_itself_and_is_activated_once() {
     let hello = agent.guest.hello().await.unwrap();
     assert_eq!((hello.generation, hello.activated), (GENERATION, false));
     let env = vec![Variable { name: "FROM_ACTIVATE".into(), value: "yes it is".into() }];
-    let activate = Activate { hostname: "h".into(), env, clock_unix_ns: 0, entropy: vec![1; 32] };
+    let activate = Activate { hostname: "h".into(), env, clock_unix_ns: 0, entropy: vec![1; 32], network: None };
     agent.guest.activate(activate.clone()).await.unwrap();
     assert!(agent.guest.hello().await.unwrap().activated);
     assert_eq!(failure(agent.guest.activate(activate).await), FailureCode::State);

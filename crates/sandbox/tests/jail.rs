@@ -150,6 +150,7 @@ impl House {
             scratch_size: 16 << 20,
             throttle: None,
             uid: VMM_UID,
+            mac: None,
         }
     }
 
@@ -162,6 +163,7 @@ impl House {
             console: theirs.as_raw_fd(),
             control: theirs.as_raw_fd(),
             vsock: theirs.as_raw_fd(),
+            tap: None,
             log: theirs.as_raw_fd(),
             gate: None,
         };

@@ -43,7 +43,7 @@ fn boot(count: usize) {
 
 /// Debian's chromium, with its own sandbox on, loads a page and prints it.
 fn browse() {
-    let instance = Instance::with(Options { without_images: false, config: None });
+    let instance = Instance::with(Options::default());
     println!("      building the Image `browser`");
     let built = instance.pepo(["image", "build", "browser"]).within(Duration::from_secs(3600)).ok();
     println!("      built in {:.0} s", built.took.as_secs_f64());

@@ -181,8 +181,8 @@ mod tests {
 
     #[test]
     fn what_does_not_exist_yet_is_refused_with_its_reason() {
-        let net = refusal(&["pepo", "run", "--net", "public", "--", "true"]);
-        assert!(net.contains("a Sandbox has no network interface"), "{net}");
+        let net = refusal(&["pepo", "run", "--net", "lan", "--", "true"]);
+        assert!(net.contains("`lan` is not a network policy"), "{net}");
         let key = refusal(&["pepo", "run", "--key=k", "--", "true"]);
         assert!(key.contains("pepo session create --key"), "{key}");
         for flag in ["-v=/x:/y", "--workspace=w"] {

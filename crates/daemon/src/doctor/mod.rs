@@ -14,7 +14,7 @@ use pepo_sandbox::{Vmm, chain, registry, sys};
 
 use self::host::{Purpose, Root};
 use crate::capacity::{Budget, Load};
-use crate::config::{Config, PoolShape, VmmChoice};
+use crate::config::{Config, NetworkUse, PoolShape, VmmChoice};
 use crate::{accounts, pool, setup};
 
 pub mod host;
@@ -208,6 +208,55 @@ fn cgroups() -> Check {
             wrong("cgroup", Severity::Error, chain(&error), "mount cgroup v2, or hand the controllers down to pepod")
         }
     }
+}
+
+/// What stands between Sandboxes and the network.
+pub fn network(config: &Config, guarded: &Result<(), String>) -> Vec<Check> {
+    let mut checks = Vec::new();
+    match guarded {
+        Err(_) if config.network.uses == NetworkUse::Off => {
+            checks.push(check("network", Severity::Info, "off by network.mode: Sandboxes have no network interface"));
+            return checks;
+        }
+        Err(reason) => {
+            checks.push(wrong(
+                "network",
+                Severity::Warning,
+                format!("Sandboxes have no network interface: {reason}"),
+                "install nftables, and let pepod use /dev/net/tun; or set network.mode = \"off\"",
+            ));
+            return checks;
+        }
+        Ok(()) => checks.push(check("network", Severity::Ok, "a namespace and two walls of nftables for each Sandbox")),
+    }
+    let tracked = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").unwrap_or_default();
+    if let Ok(most) = tracked.trim().parse::<u64>() {
+        let each = u64::from(config.network.settings.limits.connections);
+        let room = most / 2 / each.max(1);
+        if room < config.sandbox.budget.places as u64 {
+            let wanted = 2 * each * config.sandbox.budget.places as u64;
+            checks.push(wrong(
+                "connections",
+                Severity::Warning,
+                format!("the kernel tracks {most} connections: room for {room} Sandboxes of {each}, half of it left to the host"),
+                format!("sysctl -w net.netfilter.nf_conntrack_max={wanted}"),
+            ));
+        }
+    }
+    match pepo_sandbox::net::dropping_forward_chains() {
+        Ok(chains) => checks.extend(chains.into_iter().map(|chain| {
+            wrong(
+                "forwarding",
+                Severity::Warning,
+                format!("the chain {chain} drops what is forwarded: Sandboxes reach nothing through it"),
+                format!(
+                    "nft insert rule {chain} iifname \"pp*\" accept; nft insert rule {chain} oifname \"pp*\" ct state established,related accept"
+                ),
+            )
+        })),
+        Err(reason) => checks.push(check("forwarding", Severity::Info, format!("the host's other rules cannot be read: {reason}"))),
+    }
+    checks
 }
 
 fn uids() -> Check {

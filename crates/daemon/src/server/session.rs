@@ -8,14 +8,19 @@ use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{HeaderValue, StatusCode, header};
 use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
-use pepo_api::{CreateSession, IfTerminated, Page, Reason, Session, SessionStats, UpdateSession, route};
+use pepo_api::{
+    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionStats, UpdateSession,
+    route,
+};
+
+use pepo_sandbox::net::Traffic;
 
 use super::settings;
 use super::{Call, Json, Problem, Query, Routes};
-use crate::Pepod;
 use crate::session::state::Cause;
 use crate::session::{Error, Found, Opened, Published, Services, Session as Handle};
 use crate::store::{Filter, SessionRow};
+use crate::{Pepod, network};
 
 /// Rows looked at for one page, where a filter lets few through.
 const LOOKED_AT: usize = 10_000;
@@ -210,8 +215,8 @@ async fn stats(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>
     let guest = session
         .guest()
         .ok_or_else(|| Problem::new(pepo_api::ErrorCode::Conflict, format!("{} has no Sandbox now", session.id())))?;
-    let (stats, usage) = tokio::join!(guest.stats(), session.usage());
-    let (stats, usage) = (stats?, usage?);
+    let (stats, usage, traffic) = tokio::join!(guest.stats(), session.usage(), session.traffic());
+    let (stats, usage, traffic) = (stats?, usage?, traffic?);
     let shown = SessionStats {
         uptime_ms: stats.uptime_ms,
         cpu_ms: stats.cpu_ms,
@@ -222,8 +227,32 @@ async fn stats(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>
         processes: stats.processes,
         host_cpu_ms: usage.cpu_ns / 1_000_000,
         host_memory_bytes: usage.memory_bytes,
+        network: traffic.map(carried),
     };
     Ok(with_activation(session.now().activation, axum::Json(shown)))
+}
+
+fn carried(traffic: Traffic) -> NetworkStats {
+    let Traffic { sent_bytes, sent_packets, received_bytes, received_packets, connections, refused } = traffic;
+    NetworkStats {
+        sent_bytes,
+        sent_packets,
+        received_bytes,
+        received_packets,
+        connections,
+        refused: NetworkRefused {
+            unlisted: refused.unlisted,
+            floor: refused.floor,
+            revoked: refused.revoked,
+            connections: refused.connections,
+            rate: refused.rate,
+            packets: refused.packets,
+            questions: refused.questions,
+            spoofed: refused.spoofed,
+            malformed: refused.malformed,
+            inbound: refused.inbound,
+        },
+    }
 }
 
 async fn console(
@@ -295,7 +324,8 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         reactivate: now.spec.reactivate,
         setup: now.spec.setup.clone(),
         services: now.spec.services.clone(),
-        network: settings::none(),
+        network_notes: network::notes(&now.spec.network),
+        network: now.spec.network.clone(),
         env: now.spec.env.clone(),
         labels: now.spec.labels.clone(),
         created_at: session.created_at(),
@@ -327,7 +357,8 @@ fn shown_row(row: SessionRow) -> Session {
         reactivate: row.spec.reactivate,
         setup: row.spec.setup,
         services: row.spec.services,
-        network: settings::none(),
+        network_notes: network::notes(&row.spec.network),
+        network: row.spec.network,
         env: row.spec.env,
         labels: row.spec.labels,
         created_at: row.created_at,

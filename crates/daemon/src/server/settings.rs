@@ -3,12 +3,13 @@
 
 use std::collections::BTreeMap;
 
-use pepo_api::{CreateSession, ImageId, NetworkMode, NetworkSpec, ServiceSpec, Setup, UpdateSession};
+use pepo_api::{CreateSession, ErrorCode, ImageId, NetworkSpec, ServiceSpec, Setup, UpdateSession};
+use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan;
 
 use super::{Call, Problem, app};
-use crate::Pepod;
 use crate::session::{Error, NewSession, Spec, Update};
+use crate::{Pepod, network};
 
 /// What was asked for, with the defaults, or what is wrong with it.
 pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<NewSession, Problem> {
@@ -43,7 +44,8 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
     )?;
     absent("persist", persist.is_some_and(|paths| !paths.is_empty()), "Workspaces to keep paths in")?;
     absent("secrets", secrets.is_some_and(|secrets| !secrets.is_empty()), "encrypted secrets")?;
-    no_network(network.as_ref())?;
+    let network = network.unwrap_or_else(|| network::unnamed(pepod.sessions().network()));
+    meant(pepod, &network)?;
     let config = pepod.sessions().config();
     let of_app = pepod.apps().get(call.app).map(|app| app.settings.clone()).unwrap_or_default();
     let (defaults, limits) = (of_app.defaults, of_app.limits);
@@ -90,6 +92,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         reactivate: reactivate.unwrap_or(false),
         setup,
         services,
+        network,
     };
     let expires_at = expires_seconds.and_then(expiry);
     Ok(NewSession { app: call.app, spec, expires_at })
@@ -98,7 +101,13 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
 /// What an update asks for, or what is wrong with it.
 pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<Update, Problem> {
     let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network, env, setup, services } = body;
-    no_network(network.as_ref())?;
+    let network = match network {
+        Some(said) => {
+            let policy = meant(pepod, &said)?;
+            Some((said, policy))
+        }
+        None => None,
+    };
     if let Some(name) = &name {
         check_name(name)?;
     }
@@ -115,7 +124,7 @@ pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<
         app::within("keep_alive_seconds", Some(seconds), None, seconds, app.settings.limits.keep_alive_seconds)?;
     }
     let expires_seconds = expires_seconds.map(|seconds| bounded("expires_seconds", seconds, 1)).transpose()?;
-    Ok(Update { name, labels, keep_alive_seconds, expires_seconds, env, setup, services })
+    Ok(Update { name, labels, keep_alive_seconds, expires_seconds, env, setup, services, network })
 }
 
 /// Whether a Session is what was asked for, as far as that was said.
@@ -137,6 +146,7 @@ pub(super) fn same(asked: &CreateSession, spec: &Spec) -> Result<(), Error> {
         ("reactivate", asked.reactivate.as_ref().map(json), json(&spec.reactivate)),
         ("setup", asked.setup.as_ref().map(json), json(&spec.setup)),
         ("services", asked.services.as_ref().map(json), json(&spec.services)),
+        ("network", asked.network.as_ref().map(json), json(&spec.network)),
     ];
     for (field, wanted, has) in settings {
         if let Some(wanted) = wanted.filter(|wanted| *wanted != has) {
@@ -215,22 +225,15 @@ fn check_services(services: &[ServiceSpec]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// No network.
-pub(super) fn none() -> NetworkSpec {
-    NetworkSpec { mode: NetworkMode::None, allow: None }
-}
-
-fn no_network(network: Option<&NetworkSpec>) -> Result<(), Problem> {
-    match network {
-        Some(NetworkSpec { mode: NetworkMode::None, allow: None }) | None => Ok(()),
-        Some(NetworkSpec { mode: NetworkMode::None, .. }) => Err(Problem::unsupported(
-            "network.allow",
-            "this release gives a Sandbox no network interface; leave `allow` out",
-        )),
-        Some(_) => {
-            Err(Problem::unsupported("network.mode", "this release gives a Sandbox no network interface; use `none`"))
-        }
-    }
+/// What was said about the network, as the engine takes it.
+fn meant(pepod: &Pepod, said: &NetworkSpec) -> Result<Policy, Problem> {
+    network::policy(pepod.sessions().network(), said).map_err(|wrong| {
+        let error = pepo_api::Error::new(ErrorCode::Invalid, wrong.message).param(wrong.param);
+        Problem::from(match wrong.hint {
+            Some(hint) => error.hint(hint),
+            None => error,
+        })
+    })
 }
 
 fn within(param: &str, value: u32, range: &std::ops::RangeInclusive<u32>) -> Result<u32, Problem> {

@@ -4,8 +4,9 @@
 //! everything back, and that the claim is on the disk before the guest may run anything of the Session.
 
 use jiff::Timestamp;
-use pepo_api::Reason;
-use pepo_sandbox::proto::Activate;
+use pepo_api::{NetworkSpec, Reason};
+use pepo_sandbox::plan::Network as Interface;
+use pepo_sandbox::proto::{Activate, Network};
 use pepo_sandbox::{Active, Exit, Warm, chain};
 use tokio_util::sync::CancellationToken;
 
@@ -16,6 +17,13 @@ use crate::store::{Claim, Write};
 
 /// Fresh bytes for a guest's random generator.
 const ENTROPY: usize = 256;
+
+/// A Sandbox that became a Session's, and the network policy it was given as it was said then.
+#[derive(Debug)]
+pub(super) struct Activated {
+    pub(super) active: Active,
+    pub(super) said: NetworkSpec,
+}
 
 /// Where the Sandbox comes from.
 #[derive(Debug)]
@@ -43,7 +51,7 @@ pub(super) async fn make(
     from: From,
     tenure: Tenure,
     cancel: CancellationToken,
-) -> Result<Active, Cause> {
+) -> Result<Activated, Cause> {
     let Some(id) = super::engine_id(tenure.sandbox) else {
         return Err(Cause::told(Reason::SetupFailed, "an id that is none"));
     };
@@ -57,7 +65,7 @@ pub(super) async fn make(
     let made = attempt(&sessions, &session, from, tenure, id, &cancel).await;
     timer.abort();
     match made {
-        Ok(active) => Ok(active),
+        Ok(activated) => Ok(activated),
         Err(mut cause) => {
             if begun.elapsed() >= within {
                 cause.message = format!("it did not start within {} s: {}", within.as_secs(), cause.message);
@@ -75,7 +83,7 @@ async fn attempt(
     tenure: Tenure,
     id: pepo_sandbox::SandboxId,
     cancel: &CancellationToken,
-) -> Result<Active, Cause> {
+) -> Result<Activated, Cause> {
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
     let (warm, committed) = match from {
@@ -93,7 +101,7 @@ async fn attempt(
                 () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
                 turn = its_turn => turn,
             };
-            let booted = pepo_sandbox::boot(&inner.host, shape.plan(id, &files), cancel).await;
+            let booted = pepo_sandbox::boot(&inner.host, shape.plan(id, &files, sessions.interface()), cancel).await;
             let warm = booted.map_err(|error| boot_cause(&error))?;
             tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
             drop(turn);
@@ -111,6 +119,17 @@ async fn attempt(
             return Err(cause);
         }
     }
+    // The rules are in force before the guest hears of its network.
+    let said = session.now().spec.network.clone();
+    let network = match open(sessions, &warm, &said).await {
+        Ok(network) => network,
+        Err(cause) => {
+            if let Err(error) = warm.release().await {
+                tracing::error!(sandbox = %id, %error, "not everything was given back");
+            }
+            return Err(cause);
+        }
+    };
     let mut entropy = vec![0; ENTROPY];
     rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| failed(&std::io::Error::from(error)))?;
@@ -119,8 +138,21 @@ async fn attempt(
         env: session.environment(),
         clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
         entropy,
+        network,
     };
-    warm.activate(activate, Vec::new(), cancel).await.map_err(|error| boot_cause(&error))
+    let active = warm.activate(activate, Vec::new(), cancel).await.map_err(|error| boot_cause(&error))?;
+    Ok(Activated { active, said })
+}
+
+/// Puts a Session's network policy in force in its Sandbox, where that has a network.
+async fn open(sessions: &Sessions, warm: &Warm, said: &NetworkSpec) -> Result<Option<Network>, Cause> {
+    if warm.plan().network == Interface::Absent {
+        return Ok(None);
+    }
+    let failed = |message: String| Cause::told(Reason::SetupFailed, message);
+    let policy = crate::network::policy(sessions.network(), said);
+    let policy = policy.map_err(|wrong| failed(format!("{}: {}", wrong.param, wrong.message)))?;
+    warm.network(&policy).await.map(Some).map_err(|error| failed(chain(&error)))
 }
 
 fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {

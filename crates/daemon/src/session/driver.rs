@@ -23,6 +23,7 @@ use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
+use super::activation::Activated;
 use super::state::{self, Cause, Effect, Event, State, Tenure};
 use super::table::Room;
 use super::{Ask, Error, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id, setup};
@@ -62,7 +63,7 @@ enum Work {
         asked: Vec<oneshot::Sender<Result<u64, Error>>>,
     },
     Booting {
-        task: JoinHandle<Result<Active, Cause>>,
+        task: JoinHandle<Result<Activated, Cause>>,
         cancel: CancellationToken,
     },
     Serving {
@@ -144,6 +145,8 @@ impl Driver {
             },
             Start::Adopted(active, tenure, place) => {
                 self.place = Some(place);
+                // The rules have been in force all the time; the floor may be another since.
+                self.sessions.reapply(&active, &self.session.now().spec.network).await;
                 let guest = active.guest().clone();
                 self.serve(*active);
                 self.publish(|now| {
@@ -231,6 +234,12 @@ impl Driver {
                 Woken::Asked(Some(Ask::Usage(answer))) => {
                     self.look(answer, |view| async move { Ok(view.usage().await?) })
                 }
+                Woken::Asked(Some(Ask::Traffic(answer))) => {
+                    let has_network = self.sessions.0.network.is_some();
+                    self.look(answer, move |view| async move {
+                        Ok(if has_network { Some(view.traffic().await?) } else { None })
+                    })
+                }
                 Woken::Asked(None) => return Event::Terminate(Cause::plain(Reason::Unknown)),
                 // Looked at again: somebody may have begun to use it a moment ago.
                 Woken::Time => match self.deadline() {
@@ -271,7 +280,12 @@ impl Driver {
                 }
                 Some(Event::Begin(tenure))
             }
-            Progress::Booted(Ok(active)) => {
+            Progress::Booted(Ok(Activated { active, said })) => {
+                let wanted = &self.session.now().spec.network;
+                if *wanted != said {
+                    // Changed while it started.
+                    self.sessions.reapply(&active, wanted).await;
+                }
                 self.serve(active);
                 Some(Event::Activated)
             }
@@ -527,8 +541,10 @@ impl Driver {
         let cancel = CancellationToken::new();
         let (sessions, session, until) = (self.sessions.clone(), self.session.clone(), cancel.clone());
         let made = async move {
-            let active = activation::make(sessions.clone(), session.clone(), from, tenure, until.clone()).await?;
-            setup::run(&sessions, &session, active, tenure.activation, &until).await
+            let Activated { active, said } =
+                activation::make(sessions.clone(), session.clone(), from, tenure, until.clone()).await?;
+            let active = setup::run(&sessions, &session, active, tenure.activation, &until).await?;
+            Ok(Activated { active, said })
         };
         self.work = Work::Booting { task: tokio::spawn(made), cancel };
     }
@@ -595,6 +611,16 @@ impl Driver {
         if let Some(services) = update.services {
             spec.services = services;
         }
+        if let Some((said, policy)) = update.network {
+            // In force before it is written down: a change that is answered is one that holds. One that starts just now
+            // is given what is written when it has started.
+            if let Work::Serving { active, .. } = &self.work
+                && self.sessions.0.network.is_some()
+            {
+                active.network(&policy).await?;
+            }
+            spec.network = said;
+        }
         if update.expires_seconds.is_some() {
             spec.expires_seconds = update.expires_seconds;
         }
@@ -647,6 +673,10 @@ impl View {
     async fn usage(&self) -> Result<pepo_sandbox::host::Usage, pepo_sandbox::host::Error> {
         self.host.usage(self.id).await
     }
+
+    async fn traffic(&self) -> Result<pepo_sandbox::net::Traffic, pepo_sandbox::host::Error> {
+        self.host.traffic(self.id).await
+    }
 }
 
 /// What woke the driver, in the order of its priority.
@@ -660,7 +690,7 @@ enum Woken {
 
 enum Progress {
     Sought(Result<Room, Error>),
-    Booted(Result<Active, Cause>),
+    Booted(Result<Activated, Cause>),
     Ended,
     Silent,
     Stopped(Box<Exit>),

@@ -51,6 +51,7 @@ pub(super) enum Ask {
     /// What the console says, and what the host says it uses.
     Console(oneshot::Sender<Result<(Vec<u8>, u64), Error>>),
     Usage(oneshot::Sender<Result<pepo_sandbox::host::Usage, Error>>),
+    Traffic(oneshot::Sender<Result<Option<pepo_sandbox::net::Traffic>, Error>>),
 }
 
 /// What an update replaces.
@@ -70,6 +71,8 @@ pub struct Update {
     pub setup: Option<Option<Setup>>,
     /// All Services of later activations.
     pub services: Option<Vec<ServiceSpec>>,
+    /// What it may reach, as it was said, and what that means.
+    pub network: Option<(pepo_api::NetworkSpec, pepo_sandbox::net::Policy)>,
 }
 
 /// What a request may do to reach a guest.
@@ -381,6 +384,14 @@ impl Session {
     /// [`Error::Terminated`], or it has no Sandbox.
     pub async fn usage(&self) -> Result<pepo_sandbox::host::Usage, Error> {
         self.ask(Ask::Usage).await
+    }
+
+    /// What its Sandbox's network carried and refused; none where it has no network.
+    ///
+    /// # Errors
+    /// [`Error::Terminated`], or it has no Sandbox.
+    pub async fn traffic(&self) -> Result<Option<pepo_sandbox::net::Traffic>, Error> {
+        self.ask(Ask::Traffic).await
     }
 
     pub(super) async fn ask<T>(&self, ask: impl FnOnce(oneshot::Sender<Result<T, Error>>) -> Ask) -> Result<T, Error> {

@@ -81,6 +81,9 @@ pub struct Spec {
     /// Kept running.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub services: Vec<ServiceSpec>,
+    /// What it may reach, as it was said.
+    #[serde(default)]
+    pub network: pepo_api::NetworkSpec,
 }
 
 impl Spec {

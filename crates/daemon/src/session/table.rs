@@ -16,6 +16,7 @@ use super::{
 };
 use crate::capacity::{Capacity, Place};
 use crate::config::{PoolConfig, Retention, SandboxConfig};
+use crate::network::Network;
 use crate::pool::{Claimed, Pool, Shape};
 use crate::store::{self, SessionRow, Store, Write};
 
@@ -47,6 +48,7 @@ pub(super) struct Inner {
     pub(super) find_image: FindImage,
     pub(super) config: SandboxConfig,
     pub(super) vmm: Vmm,
+    pub(super) network: Option<Network>,
     pub(super) shelf: Shelf,
     pub(super) owed: Mutex<BTreeMap<SandboxId, String>>,
 }
@@ -66,6 +68,7 @@ impl Sessions {
         config: SandboxConfig,
         pool: PoolConfig,
         vmm: Vmm,
+        network: Option<Network>,
     ) -> Self {
         Sessions(Arc::new(Inner {
             live: Mutex::default(),
@@ -79,6 +82,7 @@ impl Sessions {
             find_image,
             config,
             vmm,
+            network,
             shelf: Shelf::default(),
             owed: Mutex::default(),
         }))
@@ -96,6 +100,34 @@ impl Sessions {
     /// The privileged side.
     pub fn host(&self) -> &Host {
         &self.0.host
+    }
+
+    /// What this instance says about the network; none where Sandboxes have none.
+    pub fn network(&self) -> Option<&Network> {
+        self.0.network.as_ref()
+    }
+
+    /// What a Sandbox is made with.
+    pub(crate) fn interface(&self) -> pepo_sandbox::plan::Network {
+        match self.0.network {
+            Some(_) => pepo_sandbox::plan::Network::Slot,
+            None => pepo_sandbox::plan::Network::Absent,
+        }
+    }
+
+    /// Puts what a Session may reach in force once more. What cannot be is closed: nothing is open that nobody asked for.
+    pub(super) async fn reapply(&self, active: &pepo_sandbox::Active, said: &pepo_api::NetworkSpec) {
+        if active.plan().network == pepo_sandbox::plan::Network::Absent || self.0.network.is_none() {
+            return;
+        }
+        let policy = crate::network::policy(self.network(), said).unwrap_or_else(|wrong| {
+            let (param, reason) = (wrong.param, wrong.message);
+            tracing::warn!(sandbox = %active.id(), param, reason, "its network is closed: its policy cannot be");
+            Default::default()
+        });
+        if let Err(error) = active.network(&policy).await {
+            tracing::error!(sandbox = %active.id(), %error, "its network policy could not be put in force");
+        }
     }
 
     /// What Sandboxes get.

@@ -312,6 +312,7 @@ pub(super) mod tests {
                 reactivate: false,
                 setup: None,
                 services: Vec::new(),
+                network: pepo_api::NetworkSpec::default(),
             },
             state: SessionState::Requested,
             generation: 1,

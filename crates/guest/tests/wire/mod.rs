@@ -61,6 +61,7 @@ pub fn activation() -> Activate {
         env: vec![Variable { name: "FROM_ACTIVATE".into(), value: "yes".into() }],
         clock_unix_ns: now.as_nanos() as u64,
         entropy: vec![7; 64],
+        network: None,
     }
 }
 

@@ -45,6 +45,16 @@ fn exec() -> impl Strategy<Value = Exec> {
         })
 }
 
+fn network() -> impl Strategy<Value = Network> {
+    any::<(u32, u8, u32, u64, u32)>().prop_map(|(address, prefix, gateway, gateway_mac, mtu)| Network {
+        address,
+        prefix,
+        gateway,
+        gateway_mac,
+        mtu,
+    })
+}
+
 fn operation() -> impl Strategy<Value = Operation> {
     let path = || (text(), of(text()));
     prop_oneof![
@@ -53,9 +63,11 @@ fn operation() -> impl Strategy<Value = Operation> {
             newest,
             features
         })),
-        (text(), variables(), any::<u64>(), octets()).prop_map(|(hostname, env, clock_unix_ns, entropy)| {
-            Operation::Activate(Activate { hostname, env, clock_unix_ns, entropy })
-        }),
+        (text(), variables(), any::<u64>(), octets(), of(network())).prop_map(
+            |(hostname, env, clock_unix_ns, entropy, network)| {
+                Operation::Activate(Activate { hostname, env, clock_unix_ns, entropy, network })
+            }
+        ),
         exec().prop_map(Operation::Exec),
         (op(), of(any::<u64>()), any::<bool>(), any::<bool>(), of(any::<bool>())).prop_map(
             |(target, from, input, keep_input, sole)| {

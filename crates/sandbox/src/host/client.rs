@@ -16,10 +16,11 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 use super::evidence::Evidence;
 use super::wire::{self, Answer, Asked, Reply, Request};
-use super::{Error, Found, Leftover, Refusal, Usage};
+use super::{Error, Found, Leftover, Link, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::guest::{Connector, Guest};
 use crate::id::{SLOTS, SandboxId, Slot, VolumeId};
+use crate::net::{Opened, Policy, Traffic};
 use crate::plan::Plan;
 use crate::share::SharePlan;
 use crate::volume::{VolumePlan, VolumeUsage};
@@ -329,6 +330,52 @@ impl Host {
         match self.ask("usage", Request::Usage { id }, QUICK).await? {
             (Reply::Usage { usage }, _) => Ok(usage),
             _ => Err(Error::Confused { what: "usage" }),
+        }
+    }
+
+    /// Puts a network policy in force at one moment: what is no longer allowed stops there, connections and all.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`] names the entry and why; [`Refusal::NotThere`]: it has no network.
+    pub async fn network(&self, id: SandboxId, policy: &Policy) -> Result<Link, Error> {
+        match self.ask("network", Request::Network { id, policy: Box::new(policy.clone()) }, QUICK).await? {
+            (Reply::Link { link }, _) => Ok(link),
+            _ => Err(Error::Confused { what: "network" }),
+        }
+    }
+
+    /// Opens addresses that the resolver found for rules of the policy in force, before it answers. At most
+    /// [`OPENED`](crate::net::OPENED) at once.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`]: the rule is not in force any more, or the address is on the floor.
+    pub async fn open(&self, id: SandboxId, opened: Vec<Opened>) -> Result<(), Error> {
+        match self.ask("open", Request::Open { id, opened }, QUICK).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "open" }),
+        }
+    }
+
+    /// The sockets on which a Sandbox's guest asks for names: UDP's, and TCP's, which listens. Both are non-blocking.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`]: it has no network.
+    pub async fn resolver(&self, id: SandboxId) -> Result<[OwnedFd; 2], Error> {
+        let confused = Error::Confused { what: "resolver" };
+        match self.ask("resolver", Request::Resolver { id }, QUICK).await? {
+            (Reply::Done, fds) => fds.try_into().map_err(|_| confused),
+            _ => Err(confused),
+        }
+    }
+
+    /// What a Sandbox's network carried and refused since it was made.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`]: it has no network.
+    pub async fn traffic(&self, id: SandboxId) -> Result<Traffic, Error> {
+        match self.ask("traffic", Request::Traffic { id }, QUICK).await? {
+            (Reply::Traffic { traffic }, _) => Ok(traffic),
+            _ => Err(Error::Confused { what: "traffic" }),
         }
     }
 

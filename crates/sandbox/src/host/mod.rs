@@ -16,6 +16,7 @@ mod client;
 mod evidence;
 #[cfg(feature = "fake")]
 mod fake;
+mod networks;
 mod serve;
 mod split;
 pub(crate) mod wire;
@@ -218,6 +219,13 @@ pub struct Leftover {
     pub age_seconds: Option<u64>,
     /// Whether it is gone now (`None`: it was only looked at) and, if not, why.
     pub removed: Option<Result<(), String>>,
+}
+
+/// What a guest is told of its network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Link {
+    /// The largest packet.
+    pub mtu: u32,
 }
 
 /// What a Sandbox uses on the host, all its processes together.

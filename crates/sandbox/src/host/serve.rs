@@ -20,7 +20,7 @@ use crate::held::{Holdings, Place};
 use crate::id::{SandboxId, VolumeId, file, process};
 use crate::registry::Instance;
 use crate::sweep::{self, Act};
-use crate::{proc, rights, sys};
+use crate::{net, proc, rights, sys};
 
 /// Slow requests at once; pepod has its own, lower bounds for boots.
 const THREADS: usize = 256;
@@ -45,6 +45,8 @@ pub struct HostConfig {
     pub mkfs: PathBuf,
     /// Directories of the operator's in which trees may be, by name.
     pub directories: std::collections::BTreeMap<String, PathBuf>,
+    /// What Sandboxes may reach at most; `None`: they have no network.
+    pub network: Option<net::Settings>,
 }
 
 /// Serves pepod until it is gone, and returns its exit code. Called before this process has a second thread.
@@ -123,13 +125,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Serve {
     fn until_gone(self: &Arc<Self>, signals: &OwnedFd, daemon: &OwnedFd) -> io::Result<()> {
         let mut buffer = Vec::new();
+        let mut tables = self.work.networks.watch();
         loop {
-            let mut fds = [PollFd::new(&self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+            let mut fds = vec![PollFd::new(&self.socket, PollFlags::IN), PollFd::new(signals, PollFlags::IN)];
+            fds.extend(tables.as_ref().map(|tables| PollFd::new(tables, PollFlags::IN)));
             match poll(&mut fds, None) {
                 Ok(_) | Err(rustix::io::Errno::INTR) => {}
                 Err(error) => return Err(error.into()),
             }
-            let [asked, signalled] = fds.map(|fd| !fd.revents().is_empty());
+            let ready = |at: usize| fds.get(at).is_some_and(|fd| !fd.revents().is_empty());
+            let [asked, signalled, changed] = [ready(0), ready(1), ready(2)];
+            drop(fds);
+            if changed && tables.as_mut().is_some_and(net::wall::Watch::drain) {
+                self.work.networks.keep_wall();
+            }
             if signalled {
                 self.signalled(signals, daemon)?;
             }
@@ -179,6 +188,10 @@ impl Serve {
                 self.answer(seq, self.work.usage(*id).map(|usage| (Reply::Usage { usage }, Vec::new())))
             }
             Request::Evidence { id } => self.answer(seq, Ok(self.work.evidence(*id))),
+            Request::Open { id, opened } => match self.work.networks.try_open(*id, opened) {
+                Some(done) => self.answer(seq, done.map(|()| (Reply::Done, Vec::new()))),
+                None => self.slowly(seq, request, fds),
+            },
             _ => self.slowly(seq, request, fds),
         }
     }
@@ -242,6 +255,20 @@ impl Serve {
                 self.work.remove_volume(volume).map(|bytes| (Reply::Freed { bytes }, Vec::new()))
             }
             Request::Volumes => self.work.all_volumes().map(|volumes| (Reply::Volumes { volumes }, Vec::new())),
+            Request::Network { id, policy } => {
+                let link = self.work.networks.apply(&self.work.place, id, *policy)?;
+                Ok((Reply::Link { link }, Vec::new()))
+            }
+            Request::Open { id, opened } => {
+                self.work.networks.open(&self.work.place, id, &opened).map(|()| (Reply::Done, Vec::new()))
+            }
+            Request::Resolver { id } => {
+                self.work.networks.resolver(&self.work.place, id).map(|fds| (Reply::Done, fds.into()))
+            }
+            Request::Traffic { id } => {
+                let traffic = self.work.networks.traffic(&self.work.place, id)?;
+                Ok((Reply::Traffic { traffic }, Vec::new()))
+            }
             Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
             Request::Sweep { keep } => {
                 // What this life made, or is making, has a lane since before its directory: it is no leftover, whether pepod
@@ -302,6 +329,7 @@ impl Serve {
         lane.cancelled.store(true, std::sync::atomic::Ordering::Release);
         let mut made = lock(&lane.turn);
         made.let_go();
+        self.work.networks.let_go(id);
         #[cfg(feature = "fake")]
         {
             self.work

@@ -13,9 +13,10 @@ use rustix::net::{
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
-use super::{Found, Leftover, Refusal, Usage};
+use super::{Found, Leftover, Link, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::id::{SandboxId, VolumeId};
+use crate::net::{Opened, Policy, Traffic};
 use crate::plan::Plan;
 use crate::share::SharePlan;
 use crate::volume::{VolumePlan, VolumeUsage};
@@ -69,6 +70,14 @@ pub(crate) enum Request {
     VolumeRemove { volume: VolumeId },
     /// Which trees there are: `Volumes`.
     Volumes,
+    /// Put a network policy in force: `Link`.
+    Network { id: SandboxId, policy: Box<Policy> },
+    /// Open addresses that the resolver found: `Done`.
+    Open { id: SandboxId, opened: Vec<Opened> },
+    /// The resolver's sockets: `Done` with UDP's and TCP's.
+    Resolver { id: SandboxId },
+    /// What its network carried: `Traffic`.
+    Traffic { id: SandboxId },
     /// Give all of it back: `Done`.
     Release { id: SandboxId },
     /// Give back what carries our tag and is not kept: `Leftovers`.
@@ -109,6 +118,12 @@ pub(crate) enum Reply {
     },
     Usage {
         usage: Usage,
+    },
+    Link {
+        link: Link,
+    },
+    Traffic {
+        traffic: Traffic,
     },
     Leftovers {
         left: Vec<Leftover>,

@@ -15,6 +15,7 @@ use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::mount::OpenTreeFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
+use super::networks::Networks;
 use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
 use super::{Refusal, Usage, VolumeState};
@@ -26,7 +27,9 @@ use crate::held::{KeeperRecord, Place};
 use crate::id::{SandboxId, VolumeId, file, process};
 use crate::jail::Entry;
 use crate::keeper::{self, FIXED_FDS, Order, Said, connect};
-use crate::plan::{Plan, StatePath, Vmm};
+use crate::net::address::GUEST_MAC;
+use crate::net::slot::Device;
+use crate::plan::{self, Plan, StatePath, Vmm};
 use crate::share::{self, SharePlan, ShareRecord};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
 use crate::vmm::{Boot, Streams, clock, firecracker, vsock};
@@ -75,6 +78,7 @@ pub(super) struct Work {
     claims: Mutex<()>,
     mkfs: PathBuf,
     volumes: Volumes,
+    pub networks: Networks,
 }
 
 /// Foreign programs as they were copied for jails.
@@ -108,6 +112,7 @@ struct Prepared {
     initramfs: File,
     root: File,
     disk: File,
+    tap: Option<OwnedFd>,
 }
 
 impl Made {
@@ -142,6 +147,7 @@ impl Work {
         let state = rustix::fs::open(config.instance.state(), flags, Mode::empty())?;
         // Measured while nobody waits for it.
         std::thread::spawn(clock::tsc_khz);
+        let networks = Networks::new(&place, config.network.clone())?;
         let sources = Sources {
             qemu: config.qemu.clone(),
             vsock_device: config.vsock_device.clone(),
@@ -162,6 +168,7 @@ impl Work {
                 config.directories.clone(),
             ),
             mkfs: config.mkfs.clone(),
+            networks,
         })
     }
 
@@ -216,7 +223,18 @@ impl Work {
             }
             error => failed("make the scratch disk", error),
         })?;
-        made.prepared = Some(Prepared { plan: plan.clone(), kernel, initramfs, root, disk });
+        going_on()?;
+        let tap = match plan.network {
+            plan::Network::Absent => None,
+            plan::Network::Slot => {
+                let device = match plan.vmm.caps().entry {
+                    Entry::Ours => Device::Handed,
+                    Entry::Official => Device::Named(uids.vmm),
+                };
+                Some(self.networks.prepare(&self.place, id, device)?)
+            }
+        };
+        made.prepared = Some(Prepared { plan: plan.clone(), kernel, initramfs, root, disk, tap });
         Ok(())
     }
 
@@ -260,6 +278,7 @@ impl Work {
                 scratch_size: u64::from(plan.disk_mib) << 20,
                 throttle: None,
                 uid: uids.vmm,
+                mac: prepared.tap.is_some().then(|| GUEST_MAC.to_string()),
             },
             tsc_khz: clock::tsc_khz(),
             programs,
@@ -284,7 +303,8 @@ impl Work {
             _ => files.map(AsFd::as_fd),
         };
         let fixed: [_; FIXED_FDS] = [fixed[0], fixed[1], fixed[2], fixed[3], keep.as_fd(), oom.as_fd()];
-        let fds: Vec<_> = fixed.into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
+        let tap = prepared.tap.iter().map(AsFd::as_fd);
+        let fds: Vec<_> = fixed.into_iter().chain(tap).chain(doors.iter().map(AsFd::as_fd)).collect();
         wire::send(socket.as_fd(), &order, &fds).map_err(|error| failed("order the keeper", error))?;
         drop((prepared, trees));
         self.wait_for(id, &socket, lane)?;

@@ -273,6 +273,16 @@ fn qemu(list: &mut Vec<(i64, Allow)>) {
     const XFS_IOC_DIOINFO: u32 = 0x800c_581e;
     const DKIOCGETBLOCKSIZE: u32 = 0x5331;
     const CDROM_DRIVE_STATUS: u32 = 0x5326;
+    // Its tap: what it is, what of segmentation and checksums is whose, how long the header is, how much may be on its way.
+    // None of them makes another link or gives this one to somebody.
+    const TUNGETFEATURES: u32 = 0x8004_54cf;
+    const TUNSETOFFLOAD: u32 = 0x4004_54d0;
+    const TUNGETIFF: u32 = 0x8004_54d2;
+    const TUNSETSNDBUF: u32 = 0x4004_54d4;
+    const TUNGETVNETHDRSZ: u32 = 0x8004_54d7;
+    const TUNSETVNETHDRSZ: u32 = 0x4004_54d8;
+    const TUNSETVNETLE: u32 = 0x4004_54dc;
+    const TUNSETVNETBE: u32 = 0x4004_54de;
     for request in [
         TCGETS as u32,
         TCGETS2 as u32,
@@ -285,6 +295,14 @@ fn qemu(list: &mut Vec<(i64, Allow)>) {
         XFS_IOC_DIOINFO,
         DKIOCGETBLOCKSIZE,
         CDROM_DRIVE_STATUS,
+        TUNGETFEATURES,
+        TUNSETOFFLOAD,
+        TUNGETIFF,
+        TUNSETSNDBUF,
+        TUNGETVNETHDRSZ,
+        TUNSETVNETHDRSZ,
+        TUNSETVNETLE,
+        TUNSETVNETBE,
     ] {
         allow_more(list, SYS_ioctl, vec![Is(1, request)]);
     }

@@ -19,6 +19,7 @@ use super::watch::{Control, Program};
 use super::{Error, Order, tried};
 use crate::chain;
 use crate::id::file;
+use crate::net::slot;
 use crate::vmm::closure::Closure;
 use crate::vmm::firecracker::{self, api::Api};
 
@@ -37,7 +38,13 @@ pub(super) struct Trees {
 }
 
 /// Starts jailer and VMM, and says everything there is to say before the guest begins.
-pub(super) fn start(order: &Order, closure: &Closure, id: &str, trees: Trees) -> Result<Started, Error> {
+pub(super) fn start(
+    order: &Order,
+    closure: &Closure,
+    id: &str,
+    network: Option<OwnedFd>,
+    trees: Trees,
+) -> Result<Started, Error> {
     let base = order.directory.join(file::BOOT);
     let uid = order.uids.vmm;
     let root = make_root(&base, closure, id, uid)?;
@@ -55,7 +62,7 @@ pub(super) fn start(order: &Order, closure: &Closure, id: &str, trees: Trees) ->
     let (console, console_end) = stream_pair()?;
     let (said, said_end) = pipe()?;
     let spec = firecracker::command(closure, &order.boot, &base, id, console_end.as_raw_fd(), said_end.as_raw_fd());
-    let mut vmm = launch("start the VMM", &spec)?;
+    let mut vmm = within(network, || launch("start the VMM", &spec))?;
     drop((console_end, said_end));
 
     let deadline = Instant::now() + LISTEN_WITHIN;
@@ -83,6 +90,18 @@ pub(super) fn start(order: &Order, closure: &Closure, id: &str, trees: Trees) ->
     let vmm = Program::new(vmm, vec![said, log]).map_err(tried("watch the VMM"))?;
     leave_root(&base, &root.join(firecracker::RUN))?;
     Ok(Started { vmm, device: None, console: console.into(), control: Control::Api(api) })
+}
+
+/// Starts something in a Sandbox's network namespace, where its rules hold, and comes back to the empty one.
+fn within<T>(network: Option<OwnedFd>, start: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    let Some(network) = network else { return start() };
+    let flags = OFlags::RDONLY | OFlags::CLOEXEC;
+    let empty = rustix::fs::open("/proc/thread-self/ns/net", flags, Mode::empty());
+    let empty = empty.map_err(tried("open the empty namespace"))?;
+    slot::enter(network.as_fd()).map_err(tried("enter the network's namespace"))?;
+    let started = start();
+    slot::enter(empty.as_fd()).map_err(tried("go back to the empty namespace"))?;
+    started
 }
 
 /// An empty root on a file system that this namespace alone has: large enough for the program's copy, no more.

@@ -53,6 +53,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     let mut next = || fds.next().ok_or_else(|| Error::new("read the order", io::ErrorKind::InvalidData));
     let [kernel, initramfs, root, disk, keep, oom] = [next()?, next()?, next()?, next()?, next()?, next()?];
     const { assert!(FIXED_FDS == 6) }
+    let tap = order.boot.mac.is_some().then(next).transpose()?;
     join(fds, &order)?;
     namespaces()?;
     clock::measured(order.tsc_khz);
@@ -61,10 +62,10 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
         Programs::Qemu { .. } => {
             order.boot.kernel = mount_file(&order, &order.kernel, "kernel", &kernel)?;
             order.boot.initrd = mount_file(&order, &order.initramfs, "initrd", &initramfs)?;
-            start_qemu(&order, root, disk)?
+            start_qemu(&order, root, disk, tap)?
         }
         Programs::Firecracker { firecracker, id } => {
-            official::start(&order, firecracker, id, Trees { kernel, initramfs, system: root, scratch: disk })?
+            official::start(&order, firecracker, id, tap, Trees { kernel, initramfs, system: root, scratch: disk })?
         }
     };
     for (what, most) in [(Resource::Fsize, LARGEST_FILE), (Resource::Core, 0), (Resource::Nofile, OPEN_FILES)] {
@@ -87,7 +88,7 @@ pub(super) struct Started {
     pub control: Control,
 }
 
-fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd) -> Result<Started, Error> {
+fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd, tap: Option<OwnedFd>) -> Result<Started, Error> {
     let Programs::Qemu { qemu: program, vsock_device } = &order.programs else {
         return Err(Error::new("read the order", io::ErrorKind::InvalidData));
     };
@@ -109,12 +110,13 @@ fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd) -> Result<Started, Er
         console: console_end.as_raw_fd(),
         control: control_end.as_raw_fd(),
         vsock: vhost.as_raw_fd(),
+        tap: tap.as_ref().map(AsRawFd::as_raw_fd),
         log: vmm_log_end.as_raw_fd(),
         gate: Some(gate.as_raw_fd()),
     };
     let spec = qemu::command(program, &order.boot, &descriptors);
     let mut vmm = launch("start the VMM", &spec)?;
-    drop((root, disk, console_end, control_end, vmm_log_end, gate));
+    drop((root, disk, tap, console_end, control_end, vmm_log_end, gate));
     connect_device(&vhost, &directory, order.uids.vsock, &mut device, &device_log)?;
     drop((vhost, gate_open));
     // It greets once it is in its jail; until then its launcher shares our mounts. The greeting itself is read later.

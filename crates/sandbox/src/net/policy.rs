@@ -292,8 +292,9 @@ impl Rule {
         let ports: BTreeSet<u16> = self.open_ports().iter().copied().collect();
         let text = format!("{} {:?} {ports:?} {}", self.target, self.protocols(), self.is_relayed());
         let [a, b, c, d, ..] = <[u8; 32]>::from(Sha256::digest(text));
-        // The upper half is rules', so that no class and no absent mark is ever taken for one.
-        RuleNumber(u32::from_be_bytes([a, b, c, d]) | RULE_BIT)
+        // The upper half is rules', so that no class and no absent mark is ever taken for one; a quarter is relayed rules'.
+        let hash = u32::from_be_bytes([a, b, c, d]) & !RELAYED_BITS;
+        RuleNumber(hash | if self.is_relayed() { RELAYED_BITS } else { RULE_BIT })
     }
 
     /// The ports it opens; none are all.
@@ -368,6 +369,8 @@ impl Rule {
 
 /// Set in every rule's number, in no class.
 const RULE_BIT: u32 = 1 << 31;
+/// Set in the number of every relayed rule; in no other are all of them.
+pub const RELAYED_BITS: u32 = RULE_BIT | 1 << 30;
 
 /// The number of what the mode `public` opens.
 pub const PUBLIC: RuleNumber = RuleNumber(RULE_BIT);
@@ -632,6 +635,7 @@ impl Compiled {
                 continue;
             }
             let number = classes.len() as u32 + 1;
+            // Each rule, floor and opening has two ends: 16 bits hold the classes that RULES can make.
             let class = *classes.entry(open).or_insert(number);
             match compiled.ranges.last_mut() {
                 Some(before) if before.2 == class && before.1.to_bits().checked_add(1) == Some(first.to_bits()) => {

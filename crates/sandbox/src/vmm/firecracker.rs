@@ -23,6 +23,7 @@ use self::api::Api;
 use super::closure::Closure;
 use super::{Boot, GUEST_CID, Throttle};
 use crate::jail::{Descriptor, Entry, Filter, Limits, Spec};
+use crate::net::address::TAP;
 
 pub mod api;
 
@@ -188,6 +189,11 @@ pub fn configuration(boot: &Boot) -> Vec<Call> {
             drive["rate_limiter"] = limiter(throttle);
         }
         calls.push(put(format!("/drives/{name}"), drive));
+    }
+    if let Some(mac) = &boot.mac {
+        // The rates are the namespace's, for both directions and whatever runs the guest.
+        let device = json!({ "iface_id": "eth0", "host_dev_name": TAP, "guest_mac": mac });
+        calls.push(put("/network-interfaces/eth0", device));
     }
     calls.push(put("/vsock", json!({ "guest_cid": GUEST_CID, "uds_path": format!("/{RUN}/{STREAM_SOCKET}") })));
     calls.push(put("/entropy", json!({ "rate_limiter": { "bandwidth": bucket(ENTROPY_RATE, ENTROPY_RATE, None) } })));

@@ -75,6 +75,9 @@ pub struct Boot {
     pub throttle: Option<Throttle>,
     /// The uid of the VMM.
     pub uid: u32,
+    /// The hardware address of its network interface, if it has one.
+    #[serde(default)]
+    pub mac: Option<String>,
 }
 
 /// Ceiling for the traffic of one disk, both directions together.
@@ -101,6 +104,8 @@ pub struct Descriptors {
     pub control: RawFd,
     /// A stream socket that is connected to the listening [`vsock`] device when the gate opens.
     pub vsock: RawFd,
+    /// The tap of its network interface, if it has one.
+    pub tap: Option<RawFd>,
     /// Where the VMM's own complaints go (standard output and error).
     pub log: RawFd,
     /// The end of a pipe whose other end closes when the VMM may begin; `None` is at once.

@@ -22,6 +22,7 @@ const SCRATCH: i32 = 11;
 const CONSOLE: i32 = 12;
 const CONTROL: i32 = 13;
 const VSOCK: i32 = 14;
+const TAP: i32 = 15;
 
 /// Translated code is kept in a buffer of this size, MiB; when it is full it is thrown away and begun anew. A Debian
 /// userland with Python fills about half.
@@ -51,7 +52,7 @@ pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spe
         entry: Entry::Ours,
         root: closure.root.clone(),
         binds: vec![bind(&boot.kernel, KERNEL), bind(&boot.initrd, INITRD)],
-        descriptors: vec![
+        descriptors: [
             descriptor(descriptors.log, 1),
             descriptor(descriptors.log, 2),
             descriptor(descriptors.system, SYSTEM),
@@ -59,7 +60,10 @@ pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spe
             descriptor(descriptors.console, CONSOLE),
             descriptor(descriptors.control, CONTROL),
             descriptor(descriptors.vsock, VSOCK),
-        ],
+        ]
+        .into_iter()
+        .chain(descriptors.tap.map(|tap| descriptor(tap, TAP)))
+        .collect(),
         limits: Limits { file_size: memory.max(boot.scratch_size), open_files: OPEN_FILES },
         filter: Filter::Qemu,
         oom_score_adj: 500,
@@ -89,6 +93,10 @@ fn arguments(boot: &Boot, tsc_khz: Option<u64>) -> Vec<String> {
     line.disk("scratch", SCRATCH, "discard=unmap,cache.direct=off", *throttle);
     line.option("-chardev", format!("socket,id=vsock,fd={VSOCK}"));
     line.option("-device", "vhost-user-vsock-device,chardev=vsock");
+    if let Some(mac) = &boot.mac {
+        line.option("-netdev", format!("tap,id=net,fd={TAP}"));
+        line.option("-device", format!("virtio-net-device,netdev=net,mac={mac}"));
+    }
     line.option("-object", "rng-builtin,id=entropy").option("-device", "virtio-rng-device,rng=entropy");
     line.0
 }
@@ -165,6 +173,7 @@ mod tests {
             scratch_size: 1 << 30,
             throttle: Some(Throttle { bytes: 100 << 20, operations: 5000 }),
             uid: 0x7000_0001,
+            mac: None,
         }
     }
 
@@ -174,6 +183,13 @@ mod tests {
         assert!(!line.iter().any(|word| word.contains("/state") || word.contains("net")), "{line:#?}");
         assert!(line.iter().any(|word| word.contains("tsc_early_khz=2500000") && word.ends_with("pepo.guest=1")));
         assert!(line.iter().any(|word| word == "tcg,thread=multi,tb-size=128"));
+    }
+
+    #[test]
+    fn a_network_device_is_a_descriptor() {
+        let line = arguments(&Boot { mac: Some("02:00:00:00:00:01".to_owned()), ..boot() }, None);
+        let net: Vec<&String> = line.iter().filter(|word| word.contains("net")).collect();
+        assert_eq!(net, ["-netdev", "tap,id=net,fd=15", "virtio-net-device,netdev=net,mac=02:00:00:00:00:01"]);
     }
 
     #[test]

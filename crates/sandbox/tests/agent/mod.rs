@@ -26,7 +26,8 @@ impl Agent {
 
     pub async fn start_with(arguments: &[&str]) -> Self {
         let agent = Self::fresh(arguments).await;
-        let activate = Activate { hostname: "test".into(), env: vec![], clock_unix_ns: 0, entropy: vec![] };
+        let activate =
+            Activate { hostname: "test".into(), env: vec![], clock_unix_ns: 0, entropy: vec![], network: None };
         agent.guest.activate(activate).await.unwrap();
         agent
     }

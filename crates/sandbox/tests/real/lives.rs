@@ -51,6 +51,7 @@ pub fn live(name: &str, state: &Path, args: &[&str]) -> ExitCode {
                 firecracker: crate::official::directory(),
                 mkfs: "/usr/sbin/mkfs.ext4".into(),
                 directories: Default::default(),
+                network: None,
             };
             ExitCode::from(run(socket, config).expect("the privileged side"))
         }
@@ -96,6 +97,7 @@ pub fn plan(id: SandboxId) -> Plan {
         memory_mib: 256,
         cpus: 1,
         disk_mib: 256,
+        network: pepo_sandbox::plan::Network::Absent,
     }
 }
 
@@ -106,6 +108,7 @@ fn activation() -> Activate {
         env: vec![Variable { name: "RIND".into(), value: "hard".into() }],
         clock_unix_ns: u64::try_from(now.as_nanos()).unwrap(),
         entropy: vec![7; 64],
+        network: None,
     }
 }
 

@@ -90,6 +90,7 @@ pub(super) fn boot() -> Boot {
         scratch_size: 4 << 30,
         throttle: None,
         uid: 0x7000_0001,
+        mac: None,
     }
 }
 
@@ -100,6 +101,7 @@ fn boots() -> Vec<Boot> {
         Boot { vcpus: 32, memory_mib: 1_048_576, throttle: throttle(1, 1), ..boot() },
         Boot { vcpus: 1, memory_mib: 128, throttle: throttle(u64::MAX, u64::MAX), ..boot() },
         Boot { vcpus: 3, throttle: throttle(100 << 20, 5000), ..boot() },
+        Boot { mac: Some("02:70:65:70:6f:02".to_owned()), ..boot() },
     ]
 }
 

@@ -1,0 +1,203 @@
+//! The network boundary, from real guests, over real packets, on a host that the test made. (The engine's own tests send
+//! what no program of a guest can; here it is the whole of Pepo.)
+
+#![allow(clippy::expect_used, clippy::panic, clippy::unwrap_used, reason = "a test fails by panicking")]
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use pepo_api::client::Client;
+use pepo_api::{CreateCommand, CreateSession, NetworkSpec, OnDisconnect, Session, Text, UpdateSession};
+use pepo_e2e::world::{CLOSED, HOST, OTHER, SERVER, World};
+use pepo_e2e::{Instance, until};
+use rustix::process::{Pid, Signal, kill_process};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+fn network(json: &str) -> Option<NetworkSpec> {
+    Some(serde_json::from_str(json).expect("a network"))
+}
+
+async fn session(client: &Client, json: &str) -> Session {
+    client.session_create(&CreateSession { network: network(json), ..Default::default() }).await.expect("session")
+}
+
+async fn run(client: &Client, session: &Session, command: &str) -> String {
+    let command = CreateCommand { command: Some(command.into()), wait_seconds: Some(120), ..Default::default() };
+    let output = client.command_create(&session.id.to_string(), &command).await.expect("command");
+    match output.stdout {
+        Text::Utf8(text) => text,
+        other => panic!("{other:?}"),
+    }
+}
+
+/// One line for each address: what was reached there, or `refused`.
+async fn reached(client: &Client, session: &Session, addresses: &[std::net::Ipv4Addr], port: u16) -> Vec<String> {
+    let all: Vec<String> = addresses.iter().map(ToString::to_string).collect();
+    let script = format!("for a in {}; do curl -s -m 4 http://$a:{port}/ || echo refused; done", all.join(" "));
+    run(client, session, &script).await.lines().map(str::to_owned).collect()
+}
+
+async fn patch(client: &Client, session: &Session, json: &str) {
+    let update = UpdateSession { network: network(json), ..Default::default() };
+    client.session_update(&session.id.to_string(), &update).await.expect("update");
+}
+
+async fn end(instance: Instance) {
+    tokio::task::spawn_blocking(move || instance.end()).await.expect("the end");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_guest_reaches_what_is_public_and_nothing_else() {
+    let mut world = World::new();
+    world.serve(80);
+    let on_host = world.serve_on_host(8080);
+    for address in CLOSED.into_iter().chain([SERVER, OTHER]) {
+        assert!(world.host_reaches(address, 80), "{address} cannot be reached at all");
+    }
+    assert!(world.host_reaches(HOST, 8080));
+    let taken = world.server(on_host).taken.load(Ordering::Relaxed);
+    let instance = world.instance("");
+    let _daemon = instance.up();
+    let client = instance.client();
+    let open = client.session_create(&CreateSession::default()).await.expect("session");
+    assert_eq!(open.network.mode, pepo_api::NetworkMode::Public, "the default is another");
+
+    assert_eq!(
+        reached(&client, &open, &[SERVER, OTHER], 80).await,
+        [format!("reached {SERVER}"), format!("reached {OTHER}")]
+    );
+    assert_eq!(reached(&client, &open, &CLOSED, 80).await, ["refused"; 5]);
+    // The host itself, by its address and by what the guest has as its next hop.
+    let own = [HOST, std::net::Ipv4Addr::new(192, 0, 0, 1)];
+    assert_eq!(reached(&client, &open, &own, 8080).await, ["refused"; 2]);
+    assert_eq!(world.server(on_host).taken.load(Ordering::Relaxed), taken, "the host was reached");
+
+    // What no ordinary program sends: another's address, ARP, IPv6, a VLAN, from the guest's root.
+    let strange = r#"sudo python3 - <<'E'
+import socket
+s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW); s.bind(("eth0", 0))
+us, gw = bytes.fromhex("02706570 6f02".replace(" ", "")), bytes.fromhex("027065706f01")
+def ip(src, dst=bytes([8, 0, 0, 1])):
+    h = bytes([0x45, 0, 0, 28, 0, 1, 0, 0, 64, 17, 0, 0]) + src + dst
+    c = sum(int.from_bytes(h[i:i+2], "big") for i in range(0, 20, 2)); c = (c & 0xffff) + (c >> 16); c = ~((c & 0xffff) + (c >> 16)) & 0xffff
+    return h[:10] + c.to_bytes(2, "big") + h[12:] + bytes([0, 9, 0, 80, 0, 8, 0, 0])
+for _ in range(5):
+    s.send(gw + us + b"\x08\x00" + ip(bytes([8, 0, 0, 9])))
+    s.send(b"\xff" * 6 + us + b"\x08\x06" + bytes(28))
+    s.send(gw + us + b"\x86\xdd" + bytes([0x60]) + bytes(59))
+    s.send(gw + us + b"\x81\x00\x00\x05\x08\x00" + ip(bytes([192, 0, 0, 2])))
+E
+cat /proc/sys/net/ipv6/conf/eth0/disable_ipv6"#;
+    assert_eq!(run(&client, &open, strange).await, "1\n");
+    let stats = client.session_stats(&open.id.to_string()).await.expect("stats").network.expect("a network");
+    assert!(stats.refused.spoofed >= 5 && stats.refused.malformed >= 15, "{stats:?}");
+    assert!(stats.refused.floor >= 5 && stats.connections >= 2 && stats.received_bytes > 0, "{stats:?}");
+
+    // Another Sandbox, by the address that it has between the walls, and from outside.
+    let other = session(&client, r#"{"mode": "public"}"#).await;
+    run(&client, &other, "setsid python3 -m http.server 80 >/dev/null 2>&1 & sleep 1; curl -s -m 5 -o /dev/null http://127.0.0.1/ && echo up").await;
+    let routes = world.on_host(|| std::fs::read_to_string("/proc/thread-self/net/route").expect("routes"));
+    let between: Vec<_> = routes
+        .lines()
+        .filter(|line| line.starts_with("pp"))
+        .map(|line| u32::from_str_radix(line.split('\t').nth(1).expect("an address"), 16).expect("hex"))
+        .map(|number| std::net::Ipv4Addr::from(number.to_le_bytes()))
+        .collect();
+    assert!(between.len() >= 2, "{routes}");
+    assert_eq!(reached(&client, &open, &between, 80).await, vec!["refused"; between.len()]);
+    for address in &between {
+        assert!(
+            !world.on_host({
+                let to = std::net::SocketAddr::from((*address, 80));
+                move || std::net::TcpStream::connect_timeout(&to, Duration::from_secs(1)).is_ok()
+            }),
+            "{address} is reached from the host"
+        );
+    }
+
+    // An entry on the floor is refused, with its place and why.
+    let wrong = network(r#"{"mode": "allow", "allow": [{"cidr": "9.0.0.0/8"}, {"cidr": "169.254.169.254"}]}"#);
+    let error =
+        client.session_create(&CreateSession { network: wrong, ..Default::default() }).await.expect_err("floor");
+    let text = format!("{error:?}");
+    assert!(
+        text.contains("entry 1: 169.254.169.254/32 is on the floor (link-local and cloud metadata, 169.254.0.0/16)"),
+        "{text}"
+    );
+    end(instance).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_change_cuts_what_it_forbids_and_death_of_the_daemon_changes_nothing() {
+    let mut world = World::new();
+    let web = world.serve(80);
+    let instance = world.instance("");
+    let daemon = instance.up();
+    let client = instance.client();
+    let both = r#"{"mode": "allow", "allow": [{"cidr": "8.0.0.1", "ports": [80]}, {"cidr": "9.1.1.0/24"}]}"#;
+    let one = r#"{"mode": "allow", "allow": [{"cidr": "9.1.1.0/24"}]}"#;
+    let session = session(&client, both).await;
+    assert_eq!(reached(&client, &session, &[SERVER, OTHER, CLOSED[0]], 80).await[2], "refused");
+    let download = CreateCommand {
+        command: Some(format!("curl -s -N http://{SERVER}/stream | wc -c")),
+        on_disconnect: Some(OnDisconnect::Keep),
+        wait_seconds: Some(0),
+        ..Default::default()
+    };
+    client.command_create(&session.id.to_string(), &download).await.expect("command");
+    let streamed = || world.server(web).streamed.load(Ordering::Relaxed);
+    until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
+
+    // The privileged half dies, and with it the daemon: the download goes on, what is refused stays so.
+    let before = instance.pids("pepod");
+    let host = instance.pids("pepo-host");
+    kill_process(Pid::from_raw(host[0]).expect("pid"), Signal::KILL).expect("kill");
+    let at = streamed();
+    until("the download goes on meanwhile", MINUTE, || (streamed() > at + 2048).then_some(()));
+    until("pepod is started again", MINUTE, || {
+        let now = instance.pids("pepod");
+        (now.len() == 1 && now != before).then_some(())
+    });
+    let client = instance.client();
+    assert_eq!(
+        reached(&client, &session, &[OTHER, CLOSED[0]], 80).await,
+        [format!("reached {OTHER}"), "refused".to_owned()]
+    );
+    let at = streamed();
+    until("the download goes on afterwards", MINUTE, || (streamed() > at + 2048).then_some(()));
+
+    // A change in its middle: it stops, at once, and the rest goes on.
+    let begun = Instant::now();
+    patch(&client, &session, one).await;
+    println!("network.policy_change_live {:?}", begun.elapsed());
+    // What the server's own buffers still take is a little; then nothing more.
+    let mut last = streamed();
+    until("the download stops", MINUTE, || {
+        std::thread::sleep(Duration::from_millis(500));
+        let now = streamed();
+        let stopped = now == last;
+        last = now;
+        stopped.then_some(())
+    });
+    assert_eq!(
+        reached(&client, &session, &[SERVER, OTHER], 80).await,
+        ["refused".to_owned(), format!("reached {OTHER}")]
+    );
+    patch(&client, &session, r#"{"mode": "none"}"#).await;
+    assert_eq!(reached(&client, &session, &[SERVER, OTHER], 80).await, ["refused"; 2]);
+    let shown = client.session_show(&session.id.to_string(), &Default::default()).await.expect("show");
+    assert_eq!(shown.network.mode, pepo_api::NetworkMode::None);
+
+    // Somebody empties the host's tables: the wall is put back.
+    patch(&client, &session, r#"{"mode": "public"}"#).await;
+    world.nft(&["flush", "ruleset"]);
+    until("the wall stands again", MINUTE, || world.nft(&["list", "tables"]).contains("inet pepo_").then_some(()));
+    assert_eq!(
+        reached(&client, &session, &[SERVER, CLOSED[1]], 80).await,
+        [format!("reached {SERVER}"), "refused".to_owned()]
+    );
+    drop(daemon);
+    end(instance).await;
+    assert!(!world.nft(&["list", "tables"]).contains("pepo"), "the wall is left");
+}
