@@ -5,6 +5,8 @@
 
 #![allow(clippy::expect_used, clippy::panic)] // that is how a finding is told
 
+mod net;
+
 use bytes::{BufMut, Bytes, BytesMut};
 use pepo_proto::{
     Attach, Cause, Channel, Dial, Event, Exec, Failure, FailureCode, Frame, Frames, HEADER, Hello, List, MAX_BODY,
@@ -14,6 +16,8 @@ use pepo_sandbox::guest::Incoming;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio_util::codec::{Decoder, Encoder};
+
+pub use net::{DNS_PACKETS, RELAY_GREETING, RELAY_REQUESTS, dns_packets, relay_greeting, relay_requests};
 
 /// The codec reads the same frames however the bytes are cut, reads back what it would write, and keeps little.
 pub fn frames(bytes: &[u8]) {

@@ -13,9 +13,9 @@
 //! floor; an address is open before its answer goes out, and for as long as the answer says; no question opens more than
 //! [`ADDRESSES`] of them; everything is bounded and counted. pepod gone is a resolver that is silent.
 
-mod chase;
+pub mod chase;
 mod lines;
-mod question;
+pub mod question;
 mod resolver;
 mod server;
 pub mod servers;

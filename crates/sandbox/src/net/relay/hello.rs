@@ -73,15 +73,16 @@ pub fn is_tls(first: u8) -> bool {
 fn join(bytes: &[u8], enough: impl Fn(&[u8]) -> Option<usize>) -> Read<(Vec<u8>, usize)> {
     let (mut joined, mut at) = (Vec::new(), 0);
     loop {
+        let other = if at == 0 { Bad::Protocol } else { Bad::Malformed };
         let Some(head) = bytes.get(at..at + 5) else {
             // What is there of it must be a record's already.
             let begins = bytes.get(at).is_none_or(|kind| *kind == HANDSHAKE);
             let version = bytes.get(at + 1).is_none_or(|major| *major == 3);
-            return if begins && version { Read::More } else { Read::Bad(Bad::Protocol) };
+            return if begins && version { Read::More } else { Read::Bad(other) };
         };
         let length = usize::from(u16::from_be_bytes([head[3], head[4]]));
         if head[0] != HANDSHAKE || head[1] != 3 {
-            return Read::Bad(if at == 0 { Bad::Protocol } else { Bad::Malformed });
+            return Read::Bad(other);
         }
         if length == 0 || length > 1 << 14 {
             return Read::Bad(Bad::Malformed);

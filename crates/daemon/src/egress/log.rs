@@ -1,0 +1,180 @@
+//! What of a Sandbox's network is told: the first of each kind at once, the rest counted and told once a minute. Pure.
+//!
+//! A guest decides how often it asks and for how many names, so what it can have written is bounded whatever it does:
+//! [`KINDS`] lines at once and as many a minute for one Sandbox; beyond that a line without a name counts the others.
+
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+use std::time::{Duration, Instant};
+
+use pepo_sandbox::net::HostName;
+
+/// How long the same is only counted.
+const WINDOW: Duration = Duration::from_secs(60);
+
+/// Different lines in a window.
+const KINDS: usize = 64;
+
+/// What is told.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum What {
+    /// Addresses were opened for a name.
+    Opened,
+    /// A connection went through the relay and has ended.
+    Passed,
+    /// A question or a connection was refused.
+    Refused,
+}
+
+impl What {
+    /// The event's type.
+    pub fn kind(self) -> &'static str {
+        match self {
+            What::Opened => "network.opened",
+            What::Passed => "network.connected",
+            What::Refused => "network.refused",
+        }
+    }
+}
+
+/// One thing that happened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    /// What.
+    pub what: What,
+    /// With which name.
+    pub name: Option<HostName>,
+    /// Why, of a refusal; how the name was said, of a connection.
+    pub reason: &'static str,
+    /// On which port.
+    pub port: Option<u16>,
+    /// At which addresses.
+    pub addresses: Vec<Ipv4Addr>,
+    /// Bytes from the guest.
+    pub sent: u64,
+    /// Bytes to it.
+    pub received: u64,
+}
+
+impl Item {
+    /// One without more.
+    pub fn new(what: What, name: Option<HostName>, reason: &'static str) -> Self {
+        Item { what, name, reason, port: None, addresses: Vec::new(), sent: 0, received: 0 }
+    }
+}
+
+/// A line to write: an item, and how often it was.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// What: bytes are those of all of them, addresses those of the last.
+    pub item: Item,
+    /// How often.
+    pub count: u64,
+}
+
+/// What lines are told apart by.
+type Key = (What, Option<HostName>, &'static str, Option<u16>);
+
+fn key(item: &Item) -> Key {
+    (item.what, item.name.clone(), item.reason, item.port)
+}
+
+/// One Sandbox's account.
+#[derive(Debug)]
+pub struct Ledger {
+    until: Instant,
+    /// What was told in this window, and what has been counted since.
+    told: HashMap<Key, Option<Line>>,
+}
+
+impl Ledger {
+    /// An empty one.
+    pub fn new(now: Instant) -> Self {
+        Ledger { until: now + WINDOW, told: HashMap::new() }
+    }
+
+    /// Takes what happened; a line if it is to be told now.
+    pub fn take(&mut self, item: Item) -> Option<Line> {
+        let has_room = self.told.len() < KINDS;
+        match self.told.get_mut(&key(&item)) {
+            Some(counted) => {
+                count(counted, item);
+                None
+            }
+            None if has_room => {
+                self.told.insert(key(&item), None);
+                Some(Line { item, count: 1 })
+            }
+            None => {
+                // The others, together: there are as many of these as reasons.
+                let other = Item { name: None, port: None, addresses: Vec::new(), ..item };
+                count(self.told.entry(key(&other)).or_default(), other);
+                None
+            }
+        }
+    }
+
+    /// When [`Ledger::turn`] is due.
+    pub fn until(&self) -> Instant {
+        self.until
+    }
+
+    /// Ends the window: what was counted in it.
+    pub fn turn(&mut self, now: Instant) -> Vec<Line> {
+        self.until = now + WINDOW;
+        self.told.drain().filter_map(|(_, counted)| counted).collect()
+    }
+}
+
+fn count(counted: &mut Option<Line>, item: Item) {
+    match counted {
+        Some(line) => {
+            line.count += 1;
+            line.item.sent += item.sent;
+            line.item.received += item.received;
+            line.item.addresses = item.addresses;
+        }
+        None => *counted = Some(Line { item, count: 1 }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(name: &str) -> Item {
+        Item::new(What::Refused, Some(HostName::new(name).expect(name)), "name_not_listed")
+    }
+
+    #[test]
+    fn the_first_is_told_at_once_and_the_rest_counted() {
+        let now = Instant::now();
+        let mut ledger = Ledger::new(now);
+        assert_eq!(ledger.take(refused("a.example.com")), Some(Line { item: refused("a.example.com"), count: 1 }));
+        for _ in 0..5 {
+            assert_eq!(ledger.take(refused("a.example.com")), None);
+        }
+        let passed = |sent| Item { port: Some(443), sent, ..Item::new(What::Passed, None, "tls") };
+        assert!(ledger.take(passed(1)).is_some());
+        assert!(ledger.take(passed(2)).is_none() && ledger.take(passed(3)).is_none());
+        let mut lines = ledger.turn(now + WINDOW);
+        lines.sort_by_key(|line| line.count);
+        assert_eq!(lines, [Line { item: passed(5), count: 2 }, Line { item: refused("a.example.com"), count: 5 }]);
+        // A new window begins anew.
+        assert!(ledger.take(refused("a.example.com")).is_some());
+        assert_eq!(ledger.turn(now + WINDOW * 2), []);
+    }
+
+    #[test]
+    fn a_guest_that_asks_for_a_million_names_writes_little() {
+        let now = Instant::now();
+        let mut ledger = Ledger::new(now);
+        let mut lines = (0..1_000_000).filter_map(|n| ledger.take(refused(&format!("n{n}.example.com")))).count();
+        let counted = ledger.turn(now + WINDOW);
+        lines += counted.len();
+        assert!(lines <= 2 * KINDS, "{lines} lines");
+        let others: u64 = counted.iter().map(|line| line.count).sum();
+        assert_eq!(others, 1_000_000 - KINDS as u64);
+        assert!(counted.iter().all(|line| line.item.name.is_none()));
+    }
+}

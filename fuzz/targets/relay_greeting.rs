@@ -1,0 +1,9 @@
+//! The first words of TLS, cut anywhere.
+
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| pepo_fuzz::relay_greeting(bytes));
+
+libfuzzer_sys::fuzz_mutator!(|input: &mut [u8], size: usize, most: usize, chance: u32| {
+    pepo_fuzz::mutate(pepo_fuzz::RELAY_GREETING, input, size, most, chance)
+});
