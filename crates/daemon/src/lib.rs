@@ -15,6 +15,7 @@ pub mod apps;
 pub mod capacity;
 pub mod config;
 pub mod doctor;
+pub mod egress;
 pub mod image;
 pub mod modes;
 pub mod network;

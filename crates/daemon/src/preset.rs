@@ -150,6 +150,7 @@ impl Presets {
             );
         }
         let nearest = self.0.keys().map(|known| (strsim::damerau_levenshtein(known, name), known)).min();
+        let name = name.chars().take(NAME_BYTES).flat_map(char::escape_debug).collect::<String>();
         let hint = match nearest {
             Some((distance, known)) if distance <= 2 => format!("; did you mean `{known}`?"),
             _ => format!(

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use pepo_sandbox::host::{HostConfig, Split, split};
+use pepo_sandbox::net::Settings;
 use pepo_sandbox::{Vmm, rights, sys};
 
 use crate::accounts::{self, Account};
@@ -55,7 +56,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
     seen.extend(doctor::network(&config, &guarded));
     let network = match guarded {
         Ok(()) => Some(Network {
-            settings: config.network.settings.clone(),
+            settings: Settings { dns: config.dns.clone(), ..config.network.settings.clone() },
             default: config.network.default,
             presets: Presets::new(machine::read(Path::new("/"), &["/root".into()]), &config.presets)
                 .context("presets")?,

@@ -384,7 +384,9 @@ impl<'a> Holdings<'a> {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
             Err(error) => return Err(error),
         };
-        [file::BOOT, file::VSOCK, file::KEEP].iter().try_for_each(|name| remove_tree(directory.as_fd(), name))
+        [file::BOOT, file::VSOCK, file::RELAY, file::KEEP]
+            .iter()
+            .try_for_each(|name| remove_tree(directory.as_fd(), name))
     }
 }
 

@@ -335,6 +335,8 @@ pub mod file {
     pub const SCRATCH: &str = "scratch";
     /// The vsock device's own directory.
     pub const VSOCK: &str = "vsock";
+    /// The directory of the relay's control stream, over which the relay mounts its root in its own namespace. Root's.
+    pub const RELAY: &str = "relay";
     /// An empty directory over which the keeper mounts what its VMM boots from, or its root, in its own namespace.
     pub const BOOT: &str = "boot";
 }

@@ -93,7 +93,7 @@ pub(super) fn rate(text: &str) -> Result<Option<u64>, String> {
 
 /// Puts the rows together.
 pub(super) fn settings(closed: Vec<Cidr>, open: Vec<Opening>, limits: Limits) -> Settings {
-    Settings { floor: Floor::with(closed, open), limits }
+    Settings { floor: Floor::with(closed, open), limits, dns: Vec::new() }
 }
 
 #[cfg(test)]

@@ -20,7 +20,9 @@ const KINDS: usize = 64;
 pub enum What {
     /// Addresses were opened for a name.
     Opened,
-    /// A connection went through the relay and has ended.
+    /// A connection begins through the relay.
+    Begun,
+    /// One has ended.
     Passed,
     /// A question or a connection was refused.
     Refused,
@@ -31,7 +33,8 @@ impl What {
     pub fn kind(self) -> &'static str {
         match self {
             What::Opened => "network.opened",
-            What::Passed => "network.connected",
+            What::Begun => "network.connected",
+            What::Passed => "network.disconnected",
             What::Refused => "network.refused",
         }
     }

@@ -121,7 +121,7 @@ async fn attempt(
     }
     // The rules are in force before the guest hears of its network.
     let said = session.now().spec.network.clone();
-    let network = match open(sessions, &warm, &said).await {
+    let network = match open(sessions, session, &warm, &said).await {
         Ok(network) => network,
         Err(cause) => {
             if let Err(error) = warm.release().await {
@@ -145,14 +145,21 @@ async fn attempt(
 }
 
 /// Puts a Session's network policy in force in its Sandbox, where that has a network.
-async fn open(sessions: &Sessions, warm: &Warm, said: &NetworkSpec) -> Result<Option<Network>, Cause> {
+async fn open(
+    sessions: &Sessions,
+    session: &Session,
+    warm: &Warm,
+    said: &NetworkSpec,
+) -> Result<Option<Network>, Cause> {
     if warm.plan().network == Interface::Absent {
         return Ok(None);
     }
     let failed = |message: String| Cause::told(Reason::SetupFailed, message);
     let policy = crate::network::policy(sessions.network(), said);
     let policy = policy.map_err(|wrong| failed(format!("{}: {}", wrong.param, wrong.message)))?;
-    warm.network(&policy).await.map(Some).map_err(|error| failed(chain(&error)))
+    let network = warm.network(&policy).await.map_err(|error| failed(chain(&error)))?;
+    sessions.answer(session, warm.plan().id, policy).await.map_err(|error| failed(chain(&error)))?;
+    Ok(Some(network))
 }
 
 fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {

@@ -146,7 +146,7 @@ impl Driver {
             Start::Adopted(active, tenure, place) => {
                 self.place = Some(place);
                 // The rules have been in force all the time; the floor may be another since.
-                self.sessions.reapply(&active, &self.session.now().spec.network).await;
+                self.sessions.reapply(&self.session, &active, &self.session.now().spec.network).await;
                 let guest = active.guest().clone();
                 self.serve(*active);
                 self.publish(|now| {
@@ -284,7 +284,7 @@ impl Driver {
                 let wanted = &self.session.now().spec.network;
                 if *wanted != said {
                     // Changed while it started.
-                    self.sessions.reapply(&active, wanted).await;
+                    self.sessions.reapply(&self.session, &active, wanted).await;
                 }
                 self.serve(active);
                 Some(Event::Activated)
@@ -618,6 +618,7 @@ impl Driver {
                 && self.sessions.0.network.is_some()
             {
                 active.network(&policy).await?;
+                self.sessions.answer(&self.session, active.id(), policy).await?;
             }
             spec.network = said;
         }

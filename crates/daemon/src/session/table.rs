@@ -16,6 +16,7 @@ use super::{
 };
 use crate::capacity::{Capacity, Place};
 use crate::config::{PoolConfig, Retention, SandboxConfig};
+use crate::egress::{Egress, Whose};
 use crate::network::Network;
 use crate::pool::{Claimed, Pool, Shape};
 use crate::store::{self, SessionRow, Store, Write};
@@ -49,6 +50,7 @@ pub(super) struct Inner {
     pub(super) config: SandboxConfig,
     pub(super) vmm: Vmm,
     pub(super) network: Option<Network>,
+    pub(super) egress: Option<Egress>,
     pub(super) shelf: Shelf,
     pub(super) owed: Mutex<BTreeMap<SandboxId, String>>,
 }
@@ -70,7 +72,9 @@ impl Sessions {
         vmm: Vmm,
         network: Option<Network>,
     ) -> Self {
+        let floor = network.as_ref().map(|network| network.settings.floor.clone());
         Sessions(Arc::new(Inner {
+            egress: floor.map(|floor| Egress::new(host.clone(), store.clone(), floor)),
             live: Mutex::default(),
             opening: watch::Sender::default(),
             count: watch::Sender::new(0),
@@ -115,8 +119,23 @@ impl Sessions {
         }
     }
 
+    /// Answers for the names and ways out of a Session's Sandbox, whose policy is in force already.
+    ///
+    /// # Errors
+    /// Its sockets or its relay cannot be had.
+    pub(super) async fn answer(
+        &self,
+        session: &Session,
+        id: pepo_sandbox::SandboxId,
+        policy: pepo_sandbox::net::Policy,
+    ) -> Result<(), pepo_sandbox::host::Error> {
+        let Some(egress) = &self.0.egress else { return Ok(()) };
+        let whose = Whose { app: session.app(), session: session.id(), sandbox: sandbox_id(id) };
+        egress.answer(whose, id, policy).await
+    }
+
     /// Puts what a Session may reach in force once more. What cannot be is closed: nothing is open that nobody asked for.
-    pub(super) async fn reapply(&self, active: &pepo_sandbox::Active, said: &pepo_api::NetworkSpec) {
+    pub(super) async fn reapply(&self, session: &Session, active: &pepo_sandbox::Active, said: &pepo_api::NetworkSpec) {
         if active.plan().network == pepo_sandbox::plan::Network::Absent || self.0.network.is_none() {
             return;
         }
@@ -125,7 +144,11 @@ impl Sessions {
             tracing::warn!(sandbox = %active.id(), param, reason, "its network is closed: its policy cannot be");
             Default::default()
         });
-        if let Err(error) = active.network(&policy).await {
+        let done = match active.network(&policy).await {
+            Ok(()) => self.answer(session, active.id(), policy).await,
+            failed => failed,
+        };
+        if let Err(error) = done {
             tracing::error!(sandbox = %active.id(), %error, "its network policy could not be put in force");
         }
     }
@@ -394,12 +417,21 @@ impl Sessions {
     }
 
     pub(crate) async fn settled(&self, id: pepo_sandbox::SandboxId) {
+        self.unanswer(id);
         let api = sandbox_id(id);
         self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).remove(&api);
         self.0.store.write_later(Write::DropSandbox(api)).await;
     }
 
+    /// Answers a Sandbox that has ended no more.
+    fn unanswer(&self, id: pepo_sandbox::SandboxId) {
+        if let Some(egress) = &self.0.egress {
+            egress.end(id);
+        }
+    }
+
     pub(crate) fn owe(&self, id: pepo_sandbox::SandboxId, what: String) {
+        self.unanswer(id);
         tracing::error!(sandbox = %id, owed = what, "not everything was given back; trying again");
         let first = self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).insert(sandbox_id(id), what).is_none();
         if first {

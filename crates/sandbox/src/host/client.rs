@@ -368,6 +368,19 @@ impl Host {
         }
     }
 
+    /// A stream to a Sandbox's relay, on which it asks what it may let through: see [`crate::net::relay::attend`]. It is
+    /// started if it does not run.
+    ///
+    /// # Errors
+    /// [`Refusal::NotThere`]: it does not run, or has no network; [`Refusal::Step`].
+    pub async fn relay(&self, id: SandboxId) -> Result<OwnedFd, Error> {
+        let confused = Error::Confused { what: "relay" };
+        match self.ask("relay", Request::Relay { id }, SLOW).await? {
+            (Reply::Done, fds) => fds.into_iter().next().ok_or(confused),
+            _ => Err(confused),
+        }
+    }
+
     /// What a Sandbox's network carried and refused since it was made.
     ///
     /// # Errors
@@ -519,6 +532,46 @@ impl Host {
             Ok(answered) => answered,
             Err(_) => Err(Error::Silent { what, seconds: within.as_secs() }),
         }
+    }
+}
+
+impl crate::net::dns::Source for Host {
+    async fn sockets(&self, kind: crate::net::dns::Kind, server: usize, most: usize) -> io::Result<Vec<OwnedFd>> {
+        match self.ask("upstream", Request::Upstream { kind, server, most }, QUICK).await.map_err(io::Error::other)? {
+            (Reply::Done, sockets) => Ok(sockets),
+            _ => Err(io::Error::other(Error::Confused { what: "upstream" })),
+        }
+    }
+}
+
+/// Where one Sandbox's openings go.
+#[derive(Clone, Debug)]
+pub struct Doors {
+    host: Host,
+    id: SandboxId,
+}
+
+impl Doors {
+    /// That Sandbox's.
+    pub fn new(host: Host, id: SandboxId) -> Self {
+        Doors { host, id }
+    }
+}
+
+impl crate::net::dns::Doors for Doors {
+    async fn open(&self, openings: Vec<crate::net::Opened>) -> Result<(), crate::net::dns::Shut> {
+        use crate::net::dns::Shut;
+        for part in openings.chunks(crate::net::OPENED) {
+            self.host.open(self.id, part.to_vec()).await.map_err(|error| match error {
+                // Its rule is no longer in force, or the floor is another now.
+                Error::Refused(Refusal::Invalid { .. }) => Shut::Stale,
+                error => {
+                    tracing::warn!(sandbox = %self.id, %error, "an address could not be opened");
+                    Shut::Failed
+                }
+            })?;
+        }
+        Ok(())
     }
 }
 

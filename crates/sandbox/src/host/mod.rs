@@ -17,6 +17,7 @@ mod evidence;
 #[cfg(feature = "fake")]
 mod fake;
 mod networks;
+mod relays;
 mod serve;
 mod split;
 pub(crate) mod wire;
@@ -28,7 +29,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::id::{SandboxId, VolumeId};
 
-pub use client::{Host, Keeper};
+pub use client::{Doors, Host, Keeper};
 pub use evidence::Evidence;
 pub use serve::{HostConfig, run};
 pub use split::{Split, split};

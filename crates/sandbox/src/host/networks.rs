@@ -6,16 +6,23 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::{Duration, Instant};
 
 use super::{Link, Refusal};
 use crate::held::Place;
 use crate::id::{SandboxId, file};
+use crate::net::dns::{Kind, servers};
 use crate::net::slot::{Device, Error, Slot};
 use crate::net::wall::{self, Wall};
 use crate::net::{OPENED, Opened, Policy, Settings, Traffic};
 use crate::{chain, net};
+
+/// How long the host's resolvers are remembered.
+const SERVERS_FOR: Duration = Duration::from_secs(5);
 
 type Shared = Arc<Mutex<Option<Slot>>>;
 
@@ -25,6 +32,7 @@ pub(super) struct Networks {
     settings: Option<Settings>,
     wall: Option<Wall>,
     slots: Mutex<HashMap<SandboxId, Shared>>,
+    known: Mutex<Option<(Instant, Vec<SocketAddr>)>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -42,7 +50,7 @@ fn refused(error: Error) -> Refusal {
 impl Networks {
     pub fn new(place: &Place, settings: Option<Settings>) -> io::Result<Self> {
         let wall = settings.as_ref().map(|settings| Wall::new(place.tag, place.block, settings.floor.clone()));
-        Ok(Networks { wall: wall.transpose()?, settings, slots: Mutex::default() })
+        Ok(Networks { wall: wall.transpose()?, settings, slots: Mutex::default(), known: Mutex::default() })
     }
 
     fn settings(&self) -> Result<(&Settings, &Wall), Refusal> {
@@ -149,6 +157,32 @@ impl Networks {
     /// Closes what is held of a Sandbox that goes.
     pub fn let_go(&self, id: SandboxId) {
         lock(&self.slots).remove(&id);
+    }
+
+    /// New sockets to a resolver upstream.
+    pub fn upstream(&self, kind: Kind, server: usize, most: usize) -> Result<Vec<OwnedFd>, Refusal> {
+        let (settings, _) = self.settings()?;
+        let servers = match &settings.dns[..] {
+            [] => self.servers(),
+            own => own.to_vec(),
+        };
+        servers::sockets(&servers, kind, server, most).map_err(|error| Refusal::Step {
+            step: "make a socket to the resolver".to_owned(),
+            reason: error.to_string(),
+        })
+    }
+
+    /// This host's own resolvers, as they were a moment ago.
+    fn servers(&self) -> Vec<SocketAddr> {
+        let mut known = lock(&self.known);
+        match &*known {
+            Some((at, servers)) if at.elapsed() < SERVERS_FOR => servers.clone(),
+            _ => {
+                let servers = servers::of_host(Path::new("/"));
+                *known = Some((Instant::now(), servers.clone()));
+                servers
+            }
+        }
     }
 
     /// What tells when tables of the host change, where that matters.

@@ -188,6 +188,10 @@ impl Serve {
                 self.answer(seq, self.work.usage(*id).map(|usage| (Reply::Usage { usage }, Vec::new())))
             }
             Request::Evidence { id } => self.answer(seq, Ok(self.work.evidence(*id))),
+            Request::Upstream { kind, server, most } => {
+                let sockets = self.work.networks.upstream(*kind, *server, *most);
+                self.answer(seq, sockets.map(|sockets| (Reply::Done, sockets)));
+            }
             Request::Open { id, opened } => match self.work.networks.try_open(*id, opened) {
                 Some(done) => self.answer(seq, done.map(|()| (Reply::Done, Vec::new()))),
                 None => self.slowly(seq, request, fds),
@@ -261,6 +265,14 @@ impl Serve {
             }
             Request::Open { id, opened } => {
                 self.work.networks.open(&self.work.place, id, &opened).map(|()| (Reply::Done, Vec::new()))
+            }
+            Request::Relay { id } => {
+                let lane = self.lane(id);
+                let mut made = lock(&lane.turn);
+                self.work.relay(id, &lane, &mut made).map(|stream| (Reply::Done, vec![stream]))
+            }
+            Request::Upstream { kind, server, most } => {
+                self.work.networks.upstream(kind, server, most).map(|sockets| (Reply::Done, sockets))
             }
             Request::Resolver { id } => {
                 self.work.networks.resolver(&self.work.place, id).map(|fds| (Reply::Done, fds.into()))

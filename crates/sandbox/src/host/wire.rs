@@ -16,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use super::{Found, Leftover, Link, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::id::{SandboxId, VolumeId};
+use crate::net::dns::Kind;
 use crate::net::{Opened, Policy, Traffic};
 use crate::plan::Plan;
 use crate::share::SharePlan;
@@ -53,6 +54,10 @@ pub(crate) enum Request {
     Adopt { id: SandboxId },
     /// Where its end is written: `Evidence` with the descriptors it names.
     Evidence { id: SandboxId },
+    /// A stream to its relay, which is started if it does not run: `Done` with it.
+    Relay { id: SandboxId },
+    /// New sockets connected to a resolver upstream: `Done` with at most so many.
+    Upstream { kind: Kind, server: usize, most: usize },
     /// What it uses: `Usage`.
     Usage { id: SandboxId },
     /// Whether that step of the guest's may go on (tests make it fail): `Done`.

@@ -127,6 +127,11 @@ impl Made {
         }
     }
 
+    /// Holds one more process of the Sandbox's.
+    pub fn serve(&mut self, server: OwnedFd) {
+        self.servers.push(server);
+    }
+
     /// Takes a keeper's exit status, if it has one, so that no zombie stays.
     pub fn reap(&self) {
         if let Some(keeper) = &self.keeper {

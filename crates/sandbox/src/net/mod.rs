@@ -25,7 +25,7 @@
 //! Sandbox's namespace under its fourth uid; as that uid it may begin flows to addresses and ports opened for relayed
 //! rules, and ask our resolver, and nothing else.
 
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, SocketAddr};
 
 use serde::{Deserialize, Serialize};
 
@@ -125,6 +125,9 @@ pub struct Settings {
     pub floor: Floor,
     /// What every Sandbox may do at most.
     pub limits: Limits,
+    /// Who is asked for names; none: this host's own resolvers.
+    #[serde(default)]
+    pub dns: Vec<SocketAddr>,
 }
 
 /// Where the relay listens in the Sandbox's namespace.

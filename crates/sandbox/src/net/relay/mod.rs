@@ -33,6 +33,7 @@ use hello::Bad;
 
 pub use attend::{Event, attend};
 pub use enter::run;
+pub(crate) use enter::{Order, Said};
 
 /// Connections of one Sandbox at once. Each may hold 2 × 32 KiB that its slower side has not taken.
 pub const CONNECTIONS: usize = 512;
