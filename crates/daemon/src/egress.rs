@@ -115,6 +115,7 @@ impl Egress {
         let (names, of_names) = mpsc::channel(EVENTS);
         let (ways, of_ways) = mpsc::channel(EVENTS);
         let (relays, wanted) = watch::channel(policy.relays());
+        let (changed, seen) = watch::channel(0);
         let doors = Doors::new(inner.host.clone(), id);
         let resolver = Resolver::new(Arc::clone(&inner.lines), doors, self.scope(policy), names);
         // Before the guest can want it; later ones are started in the background.
@@ -126,11 +127,17 @@ impl Egress {
                 tracing::error!(sandbox = %id, %error, "its questions for names cannot be answered");
             }
         });
-        let relaying =
-            Relaying { host: inner.host.clone(), id, resolver: Arc::clone(&resolver), events: ways, end: end.clone() };
+        let relaying = Relaying {
+            host: inner.host.clone(),
+            id,
+            resolver: Arc::clone(&resolver),
+            events: ways,
+            changed: seen,
+            end: end.clone(),
+        };
         tokio::spawn(relaying.keep(first, wanted));
         tokio::spawn(tell(inner.store.clone(), whose, of_names, of_ways, end));
-        Ok(Answering { resolver, relays, _end: guard })
+        Ok(Answering { resolver, relays, changed, _end: guard })
     }
 }
 
@@ -138,6 +145,7 @@ impl Egress {
 struct Answering {
     resolver: Arc<Resolver<Host, Doors>>,
     relays: watch::Sender<bool>,
+    changed: watch::Sender<u64>,
     _end: DropGuard,
 }
 
@@ -145,6 +153,7 @@ impl Answering {
     async fn change(&self, scope: Scope) {
         self.relays.send_replace(scope.policy.relays());
         self.resolver.change(scope).await;
+        self.changed.send_modify(|generation| *generation += 1);
     }
 }
 
@@ -154,6 +163,7 @@ struct Relaying {
     id: SandboxId,
     resolver: Arc<Resolver<Host, Doors>>,
     events: mpsc::Sender<relay::Event>,
+    changed: watch::Receiver<u64>,
     end: CancellationToken,
 }
 
@@ -174,7 +184,9 @@ impl Relaying {
             let ended = match stream {
                 Ok(stream) => {
                     let (resolver, events) = (Arc::clone(&self.resolver), self.events.clone());
-                    relay::attend(stream, resolver, events, self.end.clone()).await.map_err(|error| error.to_string())
+                    relay::attend(stream, resolver, events, self.changed.clone(), self.end.clone())
+                        .await
+                        .map_err(|error| error.to_string())
                 }
                 Err(error) => Err(error.to_string()),
             };

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use futures_util::{SinkExt, StreamExt};
 use tokio::net::UnixStream;
-use tokio::sync::{Semaphore, mpsc};
+use tokio::sync::{Semaphore, mpsc, watch};
 use tokio_util::codec::{Framed, LinesCodec};
 use tokio_util::sync::CancellationToken;
 
@@ -60,7 +60,8 @@ pub enum Event {
     },
 }
 
-/// Answers a relay on its control stream until either ends. What happens is told by `events`, as far as it has room.
+/// Answers a relay on its control stream until either ends. What happens is told by `events`, as far as it has room; when
+/// `changed` does, the relay asks again for what it let through.
 ///
 /// # Errors
 /// The stream cannot be used, or the relay says what no relay says; it must be replaced then.
@@ -68,6 +69,7 @@ pub async fn attend<S: Source, D: Doors>(
     stream: OwnedFd,
     resolver: Arc<Resolver<S, D>>,
     events: mpsc::Sender<Event>,
+    mut changed: watch::Receiver<u64>,
     end: CancellationToken,
 ) -> std::io::Result<()> {
     let stream: std::os::unix::net::UnixStream = stream.into();
@@ -84,6 +86,10 @@ pub async fn attend<S: Source, D: Doors>(
                 to.send(serde_json::to_string(&verdict)?).await.map_err(wrong)?;
                 continue;
             }
+            Ok(()) = changed.changed() => {
+                to.send(serde_json::to_string(&Verdict::Again)?).await.map_err(wrong)?;
+                continue;
+            }
             line = from.next() => match line {
                 None => return Ok(()),
                 Some(line) => line.map_err(wrong)?,
@@ -91,10 +97,8 @@ pub async fn attend<S: Source, D: Doors>(
         };
         match serde_json::from_str(&line)? {
             Word::Ask { seq, name, to, port, by } => {
-                let Ok(turn) = Arc::clone(&turns).try_acquire_owned() else {
-                    let _ = answers.try_send(Verdict::No { seq, why: Barred::Busy });
-                    continue;
-                };
+                // There is room for every answer under way, so whoever has a turn gives it back without us.
+                let turn = Arc::clone(&turns).acquire_owned().await.map_err(std::io::Error::other)?;
                 let (resolver, answers, events) = (Arc::clone(&resolver), answers.clone(), events.clone());
                 tokio::spawn(async move {
                     let (verdict, event) = match decide(&resolver, &name, to, port).await {

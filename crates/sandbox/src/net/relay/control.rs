@@ -24,6 +24,7 @@ pub struct Control {
     waiting: RefCell<HashMap<u32, oneshot::Sender<Result<Ipv4Addr, Barred>>>>,
     next: Cell<u32>,
     here: Notify,
+    again: Notify,
 }
 
 impl Control {
@@ -61,6 +62,10 @@ impl Control {
                     let (seq, answer) = match serde_json::from_str(&line) {
                         Ok(Verdict::Go { seq, address }) => (seq, Ok(address)),
                         Ok(Verdict::No { seq, why }) => (seq, Err(why)),
+                        Ok(Verdict::Again) => {
+                            self.again.notify_waiters();
+                            continue;
+                        }
                         Err(_) => return,
                     };
                     let waiting = self.waiting.borrow_mut().remove(&seq);
@@ -100,6 +105,11 @@ impl Control {
             }
         };
         tokio::time::timeout(ANSWER_WITHIN, asked).await.unwrap_or(Err(Barred::Away))
+    }
+
+    /// Returns when what was allowed has to be asked again.
+    pub async fn again(&self) {
+        self.again.notified().await;
     }
 
     /// Tells what nobody waits for, if there is room.

@@ -202,7 +202,9 @@ fn authority(text: &str, port: u16) -> Result<HostName, Bad> {
         Some(_) => return Err(Bad::Malformed),
         None => text,
     };
-    HostName::new(name).map_err(|_| Bad::Malformed)
+    // An address is understood, and names nobody.
+    let is_address = name.parse::<std::net::IpAddr>().is_ok();
+    HostName::new(name).map_err(|_| if is_address { Bad::NoName } else { Bad::Malformed })
 }
 
 /// The target as its own server is asked for it. One that has an authority must have that of the header.

@@ -210,4 +210,7 @@ enum Verdict {
         /// Why.
         why: Barred,
     },
+    /// The policy is another now: ask once more for every connection, and end those that may not be any more. The kernel
+    /// lets none of their packets pass already.
+    Again,
 }

@@ -113,12 +113,29 @@ impl Desk {
         };
         let _ = (guest.set_nodelay(true), server.set_nodelay(true));
         let pair = Pair { desk: self, last: Cell::new(Instant::now()), sent: Cell::new(0), received: Cell::new(0) };
-        let passed = pair.pass(guest, server, first).await;
+        let by = first.by();
+        let passed = tokio::select! {
+            passed = pair.pass(guest, server, first) => passed,
+            // Neither side is told more than that it is over.
+            () = self.allowed(&name, to, by) => Err(Broken::Gone),
+        };
         if let Err(Broken::Bad(bad)) = passed {
             self.bar(bad.into(), Some(&name), Some(to));
         }
         let (sent, received) = (pair.sent.get(), pair.received.get());
         self.control.tell(Word::Ended { name, address, port: to.port(), sent, received });
+    }
+
+    /// Returns when a connection that goes on may not any more.
+    async fn allowed(&self, name: &HostName, to: SocketAddrV4, by: By) {
+        loop {
+            self.control.again().await;
+            let answer = self.control.ask(name, *to.ip(), to.port(), by).await;
+            // Not allowed; that it is not known just now is another matter.
+            if let Err(Barred::Name | Barred::Rule | Barred::Floor) = answer {
+                return;
+            }
+        }
     }
 
     /// Reads until it is known whom a connection is for.

@@ -65,7 +65,8 @@ async fn a_relay_is_answered_and_what_is_no_word_ends_it() {
     theirs.set_nonblocking(true).expect("non-blocking");
     let (tell, mut events) = mpsc::channel(8);
     let end = CancellationToken::new();
-    let attending = tokio::spawn(attend(ours.into(), Arc::clone(&bench.resolver), tell, end));
+    let (change, changed) = watch::channel(0);
+    let attending = tokio::spawn(attend(ours.into(), Arc::clone(&bench.resolver), tell, changed, end));
     let mut stream = BufReader::new(UnixStream::from_std(theirs).expect("stream"));
     let ask = |seq, name: &str| {
         let word = Word::Ask { seq, name: host(name), to: SITE, port: 443, by: By::Tls };
@@ -80,6 +81,10 @@ async fn a_relay_is_answered_and_what_is_no_word_ends_it() {
         stream.read_line(&mut line).await.expect("read");
         assert_eq!(serde_json::from_str::<Verdict>(&line).expect("a verdict"), expected);
     }
+    change.send_modify(|generation| *generation += 1);
+    let mut line = String::new();
+    stream.read_line(&mut line).await.expect("read");
+    assert_eq!(serde_json::from_str::<Verdict>(&line).expect("a verdict"), Verdict::Again);
     assert!(matches!(events.recv().await, Some(Event::Passed { by: By::Tls, port: 443, .. })));
     assert!(matches!(events.recv().await, Some(Event::Barred { why: Barred::Name, .. })));
     assert!(matches!(bench.events.recv().await, Some(crate::net::dns::Event::Opened { .. })));
