@@ -35,8 +35,8 @@ pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFi
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
-    Check, ConfigShown, DoctorReport, EdgeKey, EdgeState, Health, Leftover, Ready, SetupReport, SetupState, Severity,
-    SweepReport, SweepRequest, Version,
+    Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, Health, Leftover, Ready,
+    SetupReport, SetupState, Severity, SweepReport, SweepRequest, Version,
 };
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
 pub use scope::{ADMIN, Scope, ScopeError};

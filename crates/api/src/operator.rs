@@ -127,10 +127,35 @@ pub struct SweepRequest {
     pub all: bool,
 }
 
+/// Body of `POST /v1/drain`.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct DrainRequest {
+    /// How long what runs may take; then it is stopped.
+    #[serde(default)]
+    pub deadline_seconds: u64,
+    /// Takes new work again instead.
+    #[serde(default)]
+    pub cancel: bool,
+}
+
+/// Answer to `POST /v1/drain`, when no Sandbox is left or draining was cancelled.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DrainReport {
+    /// Sandboxes that went after what ran in them had finished.
+    pub released: u32,
+    /// Sandboxes that were stopped at the deadline.
+    pub cut: u32,
+    /// Sandboxes that are left.
+    pub left: u32,
+    /// Whether new work is taken again.
+    pub cancelled: bool,
+}
+
 /// Something on the host that no live Sandbox accounts for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Leftover {
-    /// `cgroup`, `process`, `directory`, …
+    /// `cgroup`, `process`, `directory`, `image`, …
     pub kind: String,
     /// Its name on the host.
     pub name: String,

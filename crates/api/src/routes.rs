@@ -219,6 +219,7 @@ routes! {
     config_show: GET "/v1/config", HostOperate, Operator, None -> Json;
     doctor: GET "/v1/doctor", HostOperate, Operator, None -> Json;
     sweep: POST "/v1/sweep", HostOperate, Operator, Json -> Json;
+    drain: POST "/v1/drain", HostOperate, Operator, Json -> Json;
     down: POST "/v1/down", HostOperate, Operator, None -> Empty;
     edge_state: GET "/v1/edge/state", EdgeSync, Edge, None -> Json;
     healthz: GET "/healthz", Health, Anyone, None -> Json;

@@ -246,19 +246,17 @@ pub struct Config {
     /// The guest agent's file: `PEPO_GUEST`, else the one beside this program.
     pub guest: PathBuf,
     shown: BTreeMap<&'static str, (String, Origin)>,
+    typed: Typed,
 }
-
-/// A default, found out when it is needed: some are the host's.
-type DefaultOf = fn() -> String;
 
 /// One setting.
 struct Setting {
     key: &'static str,
     help: &'static str,
-    default: DefaultOf,
+    default: fn() -> String,
 }
 
-const fn row(key: &'static str, help: &'static str, default: DefaultOf) -> Setting {
+const fn row(key: &'static str, help: &'static str, default: fn() -> String) -> Setting {
     Setting { key, help, default }
 }
 
@@ -273,7 +271,7 @@ pub enum Column {
 }
 
 /// Defaults on hardware virtualization, where they differ.
-const HARDWARE: &[(&str, DefaultOf)] = &[
+const HARDWARE: &[(&str, fn() -> String)] = &[
     ("sandbox.cpus", || "2".into()),
     ("sandbox.memory", || "1024m".into()),
     ("sandbox.disk", || "4g".into()),
@@ -361,17 +359,17 @@ const SETTINGS: &[Setting] = &[
     row("network.questions", "Questions for names of a Sandbox a second; twice that in a burst.", || "100".into()),
     row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
-    row(
-        "network.dns",
-        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
-        String::new,
-    ),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
     row("store.max_events", "Events that are kept at the most; the oldest go first.", || "1000000".into()),
     row("store.max_audit", "Calls that the audit log keeps at the most.", || "5000000".into()),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
+    row(
+        "network.dns",
+        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
+        String::new,
+    ),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
 
@@ -439,7 +437,15 @@ impl Config {
             raw.set(key, value.clone(), Origin::Flag(format!("--set {key}")))?;
         }
         let beside = || std::env::current_exe().unwrap_or_default().with_file_name("pepo-guest");
-        raw.resolve(typed.column, places, typed.variable("PEPO_GUEST").map_or_else(beside, PathBuf::from))
+        raw.resolve(places, typed.variable("PEPO_GUEST").map_or_else(beside, PathBuf::from), typed.clone())
+    }
+
+    /// As it is by now: the file may have changed, environment and flags are those of the start.
+    ///
+    /// # Errors
+    /// As [`Config::read`].
+    pub fn again(&self) -> Result<Self, Error> {
+        Config::read(&self.typed)
     }
 
     /// Every setting with its value and origin.
@@ -556,7 +562,8 @@ impl Raw {
         Ok(())
     }
 
-    fn resolve(mut self, column: Column, places: Places, guest: PathBuf) -> Result<Config, Error> {
+    fn resolve(mut self, places: Places, guest: PathBuf, typed: Typed) -> Result<Config, Error> {
+        let column = typed.column;
         for setting in SETTINGS {
             self.0.entry(setting.key).or_insert_with(|| (setting.default(column), Origin::Default));
         }
@@ -638,6 +645,7 @@ impl Raw {
             places,
             guest,
             shown: self.0,
+            typed,
         })
     }
 

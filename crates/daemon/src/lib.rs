@@ -15,6 +15,7 @@ pub mod apps;
 pub mod capacity;
 pub mod config;
 pub mod doctor;
+pub mod drain;
 pub mod egress;
 pub mod image;
 pub mod modes;
@@ -38,6 +39,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use pepo_api::{AppId, Check, Leftover, Ready, Reason, Scope, Version};
+use pepo_sandbox::sweep::Act;
 use pepo_sandbox::{Host, Tag, Vmm, proto};
 use sha2::{Digest as _, Sha256};
 use tokio::signal::unix::{SignalKind, signal as on_signal};
@@ -46,6 +48,7 @@ use tokio::sync::watch;
 use apps::Apps;
 use config::{Config, PoolConfig};
 use image::Images;
+use image::left::Builds;
 use server::{Listener, Streams};
 use session::{Error, Files, FindImage, Sessions};
 use store::{Actor, KeySpec, NewKey, Store, Write};
@@ -208,12 +211,21 @@ impl Pepod {
         let mut terminate = on_signal(SignalKind::terminate())?;
         let mut interrupt = on_signal(SignalKind::interrupt())?;
         let mut hangup = on_signal(SignalKind::hangup())?;
+        let (pool, config) = (self.sessions().pool().clone(), self.0.config.clone());
+        let may_pool = exit_when_idle.is_none();
         tokio::spawn(async move {
-            // None of this release's settings can change under running Sandboxes; the signal must not end us all the same.
             while hangup.recv().await.is_some() {
-                tracing::info!(
-                    "settings are read at the start: restart pepod to use new ones, Sandboxes go on meanwhile"
-                );
+                match config.again() {
+                    Ok(now) => {
+                        if may_pool {
+                            pool.configure(now.pool);
+                        }
+                        tracing::info!(
+                            "[pool] is as the settings say now; the others are read at the start, and Sandboxes go on over a restart"
+                        );
+                    }
+                    Err(error) => tracing::error!(%error, "the settings are left as they were"),
+                }
             }
         });
         let mut stop = self.0.stop.subscribe();
@@ -333,13 +345,13 @@ impl Pepod {
         Busy(self.0.busy.clone())
     }
 
-    /// Gives back what no Session accounts for, or lists it.
+    /// Gives back what no Session accounts for, and what is no Image; or lists it.
     ///
     /// # Errors
     /// The privileged side.
     pub async fn sweep(&self, only_look: bool) -> Result<Vec<Leftover>, pepo_sandbox::host::Error> {
         let host = self.sessions().host();
-        let left = if only_look {
+        let mut left: Vec<Leftover> = if only_look {
             // Looked at first: whatever is made meanwhile is accounted for before it is on the host.
             let found = host.found().await?;
             let kept = self.sessions().sandboxes();
@@ -358,6 +370,11 @@ impl Pepod {
         } else {
             host.sweep(&self.sessions().sandboxes()).await?.into_iter().map(places::leftover).collect()
         };
+        let builds = if *self.0.busy.borrow() > 0 { Builds::Run } else { Builds::Rest };
+        let act = if only_look { Act::Look } else { Act::Remove };
+        let (state, owner) = (self.0.config.places.state.clone(), self.0.tag.to_string());
+        let files = tokio::task::spawn_blocking(move || places::left_files(&state, builds, act, &owner));
+        left.extend(files.await.unwrap_or_default());
         Ok(left)
     }
 

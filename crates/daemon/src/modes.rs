@@ -13,6 +13,7 @@ use serde::Serialize;
 
 use crate::config::{self, Column, Config, Typed, VmmChoice};
 use crate::doctor::Seen;
+use crate::image::left::Builds;
 use crate::{doctor, places, server, setup, version};
 
 /// How a tool prints.
@@ -220,12 +221,17 @@ pub fn sweep(config: &Config, only_look: bool, all: bool, print: Print) -> anyho
         Vec::new()
     };
     let is_ours = found.iter().any(ours);
-    let left: Vec<Leftover> = match (only_look, all) {
+    let mut left: Vec<Leftover> = match (only_look, all) {
         (true, _) => found.into_iter().filter(ours).map(places::leftover).collect(),
         (false, true) => sweep::sweep_stale()?.into_iter().map(places::leftover).collect(),
         (false, false) if is_ours => sweep::sweep_stale_of(&state)?.into_iter().map(places::leftover).collect(),
         (false, false) => Vec::new(),
     };
+    // With a daemon its builds would be in the way; without one nothing is built.
+    let act = if only_look { sweep::Act::Look } else { sweep::Act::Remove };
+    if std::os::unix::net::UnixStream::connect(config.places.operator_socket()).is_err() {
+        left.extend(places::left_files(&state, Builds::Rest, act, &state.display().to_string()));
+    }
     let stayed = !only_look && left.iter().any(|one| !one.removed);
     match print {
         Print::Json => say_json(&SweepReport { leftovers: left })?,

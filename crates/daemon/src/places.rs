@@ -17,9 +17,11 @@ use std::path::{Path, PathBuf};
 
 use pepo_api::Leftover;
 use pepo_sandbox::registry::Instance;
+use pepo_sandbox::sweep::Act;
 
 use crate::accounts::Account;
 use crate::config::Places;
+use crate::image::left::{self, Builds, Left};
 
 /// Why the places are not ready.
 #[derive(Debug, thiserror::Error)]
@@ -152,6 +154,26 @@ pub fn leftover(left: pepo_sandbox::host::Leftover) -> Leftover {
         removed,
         error,
     }
+}
+
+/// Files and directories of the state that are nothing's: no Image's. (Where Pepo keeps more in files, it is looked at
+/// here.)
+pub fn left_files(state: &Path, builds: Builds, act: Act, owner: &str) -> Vec<Leftover> {
+    let leftover = |left: Left| {
+        let removed = match act {
+            Act::Look => None,
+            Act::Remove => Some(left::remove(&left)),
+        };
+        Leftover {
+            kind: left.kind.into(),
+            name: left.path.display().to_string(),
+            age_seconds: left.age_seconds,
+            owner: owner.to_owned(),
+            removed: matches!(removed, Some(Ok(()))),
+            error: removed.and_then(Result::err).map(|error| error.to_string()),
+        }
+    };
+    left::look(state, builds).into_iter().map(leftover).collect()
 }
 
 #[cfg(test)]

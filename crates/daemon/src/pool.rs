@@ -227,20 +227,24 @@ impl Pool {
         table.wanted.iter().map(status).collect()
     }
 
-    /// Makes no more, and gives back what nobody claimed. Returns when that is done, at most `within`.
-    pub async fn close(&self, within: Duration) {
+    /// Makes no more, and begins to give back what nobody claimed.
+    pub fn shut(&self) {
         {
             let mut table = self.table();
             table.closed = true;
             table.making.values().for_each(|making| making.cancel.cancel());
         }
         self.0.wake.notify_one();
+    }
+
+    /// Returns when nothing of it is left, at most `within`.
+    pub async fn emptied(&self, within: Duration) {
         let mut count = self.0.count.subscribe();
         // An error means that it is gone altogether.
         let _ = tokio::time::timeout(within, count.wait_for(|count| *count == 0)).await;
     }
 
-    /// Makes again, after [`Pool::close`].
+    /// Makes again, after [`Pool::shut`].
     pub fn open(&self) {
         self.table().closed = false;
         self.0.wake.notify_one();

@@ -17,9 +17,10 @@ use crate::query::{
 };
 use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
-    CreateSession, DIAL_UPGRADE, DoctorReport, Event, FeedEvent, FileChange, FileEntry, FileList, Health, Image, Key,
-    MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages, RenameFile, RotateKey, SendSignal, Service, Session,
-    SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, Version, route,
+    CreateSession, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event, FeedEvent, FileChange, FileEntry,
+    FileList, Health, Image, Key, MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages, RenameFile, RotateKey,
+    SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp,
+    UpdateSession, Version, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -401,6 +402,13 @@ impl Client {
     /// Removes what nobody owns.
     pub async fn sweep(&self, body: &SweepRequest) -> Result<SweepReport, ClientError> {
         self.json(self.request(&route::sweep, &[])?.with_json(body)?.waiting(60)).await
+    }
+
+    /// Takes nothing new and waits for what runs, or takes new work again.
+    pub async fn drain(&self, body: &DrainRequest) -> Result<DrainReport, ClientError> {
+        // Beyond the deadline the rest is stopped, which is bounded too.
+        let patience = body.deadline_seconds.saturating_add(120);
+        self.json(self.request(&route::drain, &[])?.with_json(body)?.waiting(patience)).await
     }
 
     /// Ends the daemon and every Sandbox.

@@ -7,6 +7,7 @@ mod config;
 mod cp;
 mod doctor;
 mod down;
+mod drain;
 mod events;
 mod exec;
 mod flags;
@@ -52,6 +53,8 @@ enum Verb {
     Up(up::Up),
     /// End the daemon and every Session that runs; those that come back stay idle
     Down(down::Down),
+    /// Take nothing new, and let what runs finish
+    Drain(drain::Drain),
     /// Make, look at, change and end Sessions
     #[command(subcommand, visible_alias = "sessions")]
     Session(session::Session),
@@ -118,6 +121,7 @@ impl Cli {
             Verb::Run(verb) => verb.run(place()?).await,
             Verb::Up(verb) => verb.run(place()?).await,
             Verb::Down(verb) => verb.run(place()?).await,
+            Verb::Drain(verb) => verb.run(place()?).await,
             Verb::Session(verb) => verb.run(place()?).await,
             Verb::Exec(verb) => verb.run(place()?).await,
             Verb::Attach(verb) => verb.run(place()?).await,
@@ -189,7 +193,7 @@ mod tests {
             let text = refusal(&["pepo", "run", flag, "--", "true"]);
             assert!(text.contains("does not exist in this release"), "{flag}: {text}");
         }
-        for verb in ["workspace", "usage", "stats", "drain"] {
+        for verb in ["workspace", "usage", "stats"] {
             assert!(refusal(&["pepo", verb]).contains("unrecognized subcommand"), "{verb}");
         }
     }

@@ -27,6 +27,7 @@ pub mod build;
 pub mod initramfs;
 pub mod job;
 pub mod kernel;
+pub mod left;
 pub mod manifest;
 pub mod recipe;
 mod tree;

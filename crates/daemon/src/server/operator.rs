@@ -6,7 +6,10 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use http::StatusCode;
 use pepo_api::query::ShowEdgeState;
-use pepo_api::{ConfigShown, DoctorReport, EdgeKey, EdgeState, ErrorCode, Health, SweepReport, SweepRequest, route};
+use pepo_api::{
+    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, ErrorCode, Health, SweepReport,
+    SweepRequest, route,
+};
 
 use super::{Call, Json, Problem, Query, Routes};
 use crate::session::Error;
@@ -18,6 +21,7 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::config_show, config);
     routes.route(&route::doctor, doctor);
     routes.route(&route::sweep, sweep);
+    routes.route(&route::drain, drain);
     routes.route(&route::down, down);
     routes.route(&route::edge_state, edge_state);
     routes.route(&route::healthz, healthz);
@@ -72,6 +76,28 @@ async fn sweep(State(pepod): State<Pepod>, Json(body): Json<SweepRequest>) -> Re
     Ok(axum::Json(SweepReport { leftovers }).into_response())
 }
 
+/// The longest that what runs may take while the host is drained: a week.
+const LONGEST_DRAIN: u64 = 7 * 86_400;
+
+/// Answered when no Sandbox is left. Goes on without its caller.
+async fn drain(State(pepod): State<Pepod>, Json(body): Json<DrainRequest>) -> Result<Response, Problem> {
+    if body.cancel {
+        crate::drain::cancel(pepod.sessions());
+        let left = pepod.sessions().all().iter().filter(|session| session.holds()).count() as u32;
+        return Ok(axum::Json(DrainReport { released: 0, cut: 0, left, cancelled: true }).into_response());
+    }
+    if body.deadline_seconds > LONGEST_DRAIN {
+        let message = format!("deadline_seconds must be from 0 to {LONGEST_DRAIN}");
+        return Err(Problem::invalid("deadline_seconds", message));
+    }
+    let draining = tokio::spawn(async move {
+        let _busy = pepod.busy();
+        crate::drain::drain(pepod.sessions(), Duration::from_secs(body.deadline_seconds)).await
+    });
+    let report = draining.await.map_err(|_| Problem::new(ErrorCode::Internal, "draining ended in a panic"))?;
+    Ok(axum::Json(report).into_response())
+}
+
 /// Answered when every Sandbox has ended; pepod ends after that.
 async fn down(State(pepod): State<Pepod>) -> Response {
     pepod.stop(Stop::Drain);
@@ -115,7 +141,7 @@ async fn healthz() -> Response {
 
 async fn readyz(State(pepod): State<Pepod>) -> Result<Response, Problem> {
     if pepod.sessions().is_draining() {
-        return Err(Problem::new(ErrorCode::Unavailable, "pepod is stopping"));
+        return Err(Error::Draining.into());
     }
     Ok(axum::Json(Health { status: "ok".into() }).into_response())
 }

@@ -57,7 +57,7 @@ pub enum Error {
     #[error("{0}")]
     NoSandboxNow(String),
     /// The daemon takes nothing new.
-    #[error("pepod is stopping")]
+    #[error("this host is being drained or stopped: it takes nothing new")]
     Draining,
     /// The key's Session was asked to be otherwise.
     #[error("the Session of this key has {field} {has}, not {wanted}")]

@@ -11,7 +11,7 @@ use pepo_sandbox::guest::Guest;
 use pepo_sandbox::proto::Variable;
 use tokio::sync::{mpsc, oneshot, watch};
 
-use super::state::{Cause, State};
+use super::state::{Cause, Lives, State};
 use super::{Commands, Error, Services, Spec, Ticket, activity, ended};
 use crate::store::{Event, SessionRow};
 
@@ -358,6 +358,28 @@ impl Session {
         match gone.await {
             Ok(now) => Ok(now.clone()),
             Err(_) => Ok(self.now()),
+        }
+    }
+
+    /// Whether it has a Sandbox, or is about to.
+    pub fn holds(&self) -> bool {
+        let now = self.0.published.borrow();
+        now.ended.is_none() && !matches!(now.state, State::Idle(_))
+    }
+
+    /// Whether something uses it now: a command that counts, a stream, a connection. Before it is Active whoever asked for
+    /// it counts.
+    pub fn is_in_use(&self) -> bool {
+        let coming = matches!(self.0.published.borrow().state, State::Requested | State::Activating(_));
+        coming || self.0.activity.borrow().open > 0
+    }
+
+    /// Gives its Sandbox back; one that does not come back ends. Returns when that is done.
+    pub async fn put_away(&self, cause: Cause) {
+        match self.now().spec.lives() {
+            Lives::Once => drop(self.terminate(cause).await),
+            // One that has ended meanwhile is what was wanted.
+            Lives::Again => drop(self.release(cause).await),
         }
     }
 

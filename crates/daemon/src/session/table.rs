@@ -9,7 +9,7 @@ use pepo_sandbox::{Exit, Host, Vmm, Warm};
 use tokio::sync::{mpsc, watch};
 
 use super::handle::{ASKS, Ask, Shared};
-use super::state::{Cause, Lives, State};
+use super::state::{Cause, State};
 use super::{
     Commands, Error, Files, FindImage, Published, Services, Session, Shelf, Spec, activity, driver, engine_id,
     sandbox_id,
@@ -380,6 +380,11 @@ impl Sessions {
         self.0.draining.send_replace(true);
     }
 
+    /// Takes new ones again.
+    pub fn take_again(&self) {
+        self.0.draining.send_replace(false);
+    }
+
     /// Whether it takes nothing new.
     pub fn is_draining(&self) -> bool {
         *self.0.draining.borrow()
@@ -388,15 +393,10 @@ impl Sessions {
     /// Ends all Sandboxes, and every Session that does not come back, at most `within`.
     pub async fn end_all(&self, reason: Reason, within: Duration) {
         self.drain();
-        let ending = self.all().into_iter().map(|session| async move {
-            match session.now().spec.lives() {
-                Lives::Once => drop(session.terminate(Cause::plain(reason)).await),
-                // One that has ended meanwhile is what was wanted.
-                Lives::Again => drop(session.release(Cause::plain(reason)).await),
-            }
-        });
+        let ending = self.all().into_iter().map(|session| async move { session.put_away(Cause::plain(reason)).await });
         let ending = futures_util::future::join_all(ending);
-        let _ = tokio::time::timeout(within, async { tokio::join!(ending, self.0.pool.close(within)) }).await;
+        self.0.pool.shut();
+        let _ = tokio::time::timeout(within, async { tokio::join!(ending, self.0.pool.emptied(within)) }).await;
     }
 
     /// Gives back everything of a Sandbox whose making failed or whose record is all there is. What is owed is remembered

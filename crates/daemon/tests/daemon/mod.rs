@@ -148,13 +148,21 @@ impl Daemon {
         until("pepod ends with its other half", || UnixStream::connect(&socket).is_err());
     }
 
-    /// Kills every guest agent.
-    pub fn kill_agents(&self) {
-        for jail in self.jails() {
+    /// Every guest agent.
+    pub fn agents(&self) -> Vec<Pid> {
+        let agent = |jail: PathBuf| {
             let text = std::fs::read_to_string(jail.join("keeper.json")).expect("keeper.json");
             let record: serde_json::Value = serde_json::from_str(&text).expect("json");
             let pid = i32::try_from(record["pid"].as_i64().expect("pid")).expect("pid");
-            kill_process(Pid::from_raw(pid).expect("pid"), Signal::KILL).expect("kill");
+            Pid::from_raw(pid).expect("pid")
+        };
+        self.jails().into_iter().map(agent).collect()
+    }
+
+    /// Kills every guest agent.
+    pub fn kill_agents(&self) {
+        for agent in self.agents() {
+            kill_process(agent, Signal::KILL).expect("kill");
         }
     }
 
