@@ -17,6 +17,7 @@ pub mod query;
 mod routes;
 mod scope;
 mod session;
+mod usage;
 
 #[cfg(feature = "client")]
 pub mod client;
@@ -45,6 +46,7 @@ pub use session::{
     Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState, SessionStats, Setup,
     UpdateSession,
 };
+pub use usage::{Amounts, UsageGroup, UsageReport};
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel
 /// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload; a message is at most 1 MiB.

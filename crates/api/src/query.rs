@@ -27,6 +27,24 @@ pub struct ListSessions {
     pub key: Option<String>,
 }
 
+/// Of `usage`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowUsage {
+    /// The App, by id or name. Absent: the caller's; for the operator all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub app: Option<String>,
+    /// From this time on. Absent: 30 days before `to`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub from: Option<jiff::Timestamp>,
+    /// Up to this time. Absent: now.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub to: Option<jiff::Timestamp>,
+    /// `app`, `session`, `day` or `label:KEY`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group_by: Option<String>,
+}
+
 /// Of `session_services`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -66,6 +66,8 @@ actions! {
     KeysWrite = "app:admin";
     /// See who asked for what.
     AuditRead = "app:admin";
+    /// See what was used.
+    UsageRead = "usage:read";
     /// Look at and steer the host.
     HostOperate = "host:operate";
     /// Read what the edge needs.
@@ -174,7 +176,8 @@ routes! {
     session_release: POST "/v1/sessions/{session}/release", SessionsWrite, Tenant, None -> Json;
     session_open: PUT "/v1/sessions/by-key/{key}", SessionsWrite, Tenant, Json -> Json;
     session_services: GET "/v1/sessions/{session}/services", SessionsRead, Tenant, None -> Json;
-    session_stats: GET "/v1/sessions/{session}/stats", SessionsRead, Tenant, None -> Json;
+    session_stats: GET "/v1/sessions/{session}/stats", SessionsRead, Tenant, None -> JsonOrEvents;
+    usage: GET "/v1/usage", UsageRead, Tenant, None -> Json;
     session_console: GET "/v1/sessions/{session}/console", HostOperate, Operator, None -> Raw;
     command_create: POST "/v1/sessions/{session}/commands", CommandsRun, Tenant, Json -> JsonOrEvents;
     command_list: GET "/v1/sessions/{session}/commands", CommandsRead, Tenant, None -> Json;

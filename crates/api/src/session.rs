@@ -446,6 +446,18 @@ pub struct SessionStats {
     pub host_cpu_ms: u64,
     /// Memory of the whole Sandbox, by the host.
     pub host_memory_bytes: u64,
+    /// The cap on it.
+    #[serde(default)]
+    pub host_memory_limit_bytes: u64,
+    /// What the scratch disk takes on the host.
+    #[serde(default)]
+    pub host_disk_bytes: u64,
+    /// Bytes read for it since its start, by the host.
+    #[serde(default)]
+    pub read_bytes: u64,
+    /// Bytes written for it since its start, by the host.
+    #[serde(default)]
+    pub write_bytes: u64,
     /// What the present Sandbox's network carried and refused, by the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkStats>,

@@ -195,6 +195,8 @@ pub struct SandboxConfig {
     pub boots: usize,
     /// What all of them may have together, and who waits for it.
     pub budget: Budget,
+    /// What each disk of a guest may do in a second.
+    pub io: pepo_sandbox::Io,
     /// How long a start may take, waiting for its turn included.
     pub start_timeout: Duration,
     /// How long a guest may be silent.
@@ -235,6 +237,8 @@ pub struct Config {
     pub mirror: Option<String>,
     /// What of the store is kept.
     pub retention: Retention,
+    /// Where metrics are asked for; `None` is nowhere.
+    pub metrics: Option<SocketAddr>,
     /// Where the edge listens.
     pub listen: SocketAddr,
     /// Who is asked for names; none: this host's own resolvers.
@@ -325,6 +329,8 @@ const SETTINGS: &[Setting] = &[
     ),
     row("sandbox.queue", "Requests of one App that may wait for room.", || "32".into()),
     row("sandbox.queue_wait", "How long a request waits for room; 0s: not at all.", || "10s".into()),
+    row("sandbox.io_bandwidth", "What each disk of a guest may read and write in a second.", || "256m".into()),
+    row("sandbox.io_operations", "How often in a second.", || "4000".into()),
     row("sandbox.start_timeout", "How long a start may take, its turn included.", || "180s".into()),
     row("sandbox.silence", "How long a guest may not answer before it counts as dead.", || "60s".into()),
     row("sandbox.stop_grace", "How long a guest gets to end its programs and flush.", || "3s".into()),
@@ -364,6 +370,11 @@ const SETTINGS: &[Setting] = &[
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
     row("store.max_events", "Events that are kept at the most; the oldest go first.", || "1000000".into()),
     row("store.max_audit", "Calls that the audit log keeps at the most.", || "5000000".into()),
+    row(
+        "metrics.listen",
+        "Where metrics are asked for: a loopback address, or off. An instance of its own takes a free port.",
+        || "127.0.0.1:7071".into(),
+    ),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
     row(
         "network.dns",
@@ -589,6 +600,10 @@ impl Raw {
                 waiting: self.get("sandbox.queue", |text| number(text, 0, 1024))?,
                 wait: self.get("sandbox.queue_wait", duration)?,
             },
+            io: pepo_sandbox::Io {
+                bytes: self.get("sandbox.io_bandwidth", |text| size_mib(text).map(|mib| mib.max(1) << 20))?,
+                operations: self.get("sandbox.io_operations", |text| number(text, 10, 10_000_000))?,
+            },
             start_timeout: self.get("sandbox.start_timeout", |text| duration(text).and_then(positive))?,
             silence: self.get("sandbox.silence", |text| duration(text).and_then(positive))?,
             stop_grace: self.get("sandbox.stop_grace", duration)?,
@@ -633,6 +648,15 @@ impl Raw {
                 most_events: self.get("store.max_events", |text| number(text, 1000, 1_000_000_000))?,
                 most_calls: self.get("store.max_audit", |text| number(text, 1000, 1_000_000_000))?,
             },
+            metrics: {
+                let typed = self.0.get("metrics.listen").is_some_and(|(_, origin)| *origin != Origin::Default);
+                let listen = self.get("metrics.listen", metrics_address)?;
+                // Two instances cannot have one port: one that has a home of its own takes any.
+                listen.map(|address| match (&places.home, typed) {
+                    (Some(_), false) => SocketAddr::new(address.ip(), 0),
+                    _ => address,
+                })
+            },
             listen: self.get("edge.listen", |text| {
                 text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
             })?,
@@ -661,6 +685,16 @@ impl Raw {
             origin: origin.clone(),
             reason,
         })
+    }
+}
+
+fn metrics_address(text: &str) -> Result<Option<SocketAddr>, String> {
+    if text == "off" {
+        return Ok(None);
+    }
+    match text.parse::<SocketAddr>() {
+        Ok(address) if address.ip().is_loopback() => Ok(Some(address)),
+        _ => Err("expected a loopback address and a port, as 127.0.0.1:7071, or off".into()),
     }
 }
 

@@ -18,11 +18,13 @@ pub mod doctor;
 pub mod drain;
 pub mod egress;
 pub mod image;
+pub mod metrics;
 pub mod modes;
 pub mod network;
 pub mod places;
 pub mod pool;
 pub mod preset;
+pub mod pressure;
 pub mod serve;
 pub mod server;
 pub mod session;
@@ -30,7 +32,9 @@ pub mod setup;
 pub mod signal;
 pub mod store;
 pub mod text;
+pub mod usage;
 
+use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -95,6 +99,8 @@ pub struct Begun {
     pub runs_on: String,
     /// Where to say that it is ready.
     pub ready: Option<OwnedFd>,
+    /// Where metrics are asked for, bound; `None` is nowhere.
+    pub metrics: Option<TcpListener>,
     /// When to end by itself.
     pub exit_when_idle: Option<Duration>,
 }
@@ -145,8 +151,21 @@ impl Pepod {
     /// # Errors
     /// The store, the Images or the privileged side cannot be used.
     pub async fn run(begun: Begun) -> anyhow::Result<u8> {
-        let Begun { config, network, tag, operator, edge, edge_uid, host, seen, vmm, runs_on, ready, exit_when_idle } =
-            begun;
+        let Begun {
+            config,
+            network,
+            tag,
+            operator,
+            edge,
+            edge_uid,
+            host,
+            seen,
+            vmm,
+            runs_on,
+            ready,
+            metrics,
+            exit_when_idle,
+        } = begun;
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
         let apps = Apps::open(store.clone()).context("cannot read the Apps")?;
@@ -154,6 +173,7 @@ impl Pepod {
         let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
+        let watched = pool.clone();
         let sessions = Sessions::new(
             store.clone(),
             host.clone(),
@@ -199,6 +219,18 @@ impl Pepod {
             }
             sessions.pool().clone().run(sessions.clone()).await;
         });
+        if let Some(listener) = metrics {
+            tracing::info!(address = ?listener.local_addr().ok(), "metrics");
+            let measured = pepod.clone();
+            tokio::spawn(async move {
+                if let Err(error) = metrics::serve(measured, listener).await {
+                    tracing::error!(%error, "metrics cannot be asked for");
+                }
+            });
+        }
+        tokio::spawn(usage::run(pepod.sessions().clone()));
+        let state = pepod.config().places.state.clone();
+        tokio::spawn(pressure::run(pepod.sessions().clone(), state, watched));
         let forgetting = pepod.clone();
         tokio::spawn(async move { forgetting.sessions().forget(forgetting.config().retention).await });
         let stopped = pepod.until_stopped(exit_when_idle).await;

@@ -20,7 +20,7 @@ use std::time::Duration;
 use pepo_api::ImageId;
 use pepo_sandbox::host::Keeper;
 use pepo_sandbox::plan::Network;
-use pepo_sandbox::{Plan, SandboxId, Vmm, Warm, chain};
+use pepo_sandbox::{Io, Plan, SandboxId, Vmm, Warm, chain};
 use tokio::sync::{Notify, OwnedSemaphorePermit, watch};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -69,7 +69,7 @@ impl Shape {
     }
 
     /// How a Sandbox of it is made.
-    pub fn plan(&self, id: SandboxId, files: &Files, network: Network) -> Plan {
+    pub fn plan(&self, id: SandboxId, files: &Files, io: Io, network: Network) -> Plan {
         Plan {
             id,
             vmm: self.vmm,
@@ -80,6 +80,7 @@ impl Shape {
             cpus: self.cpus,
             disk_mib: self.disk_mib,
             network,
+            io: Some(io),
         }
     }
 }
@@ -461,7 +462,8 @@ impl Pool {
         // Recorded before the first thing is taken.
         let record = sessions.store().write(Write::NewSandbox(sandbox_id(id))).await;
         record.map_err(|error| told(&error))?;
-        let warm = pepo_sandbox::boot(sessions.host(), shape.plan(id, files, sessions.interface()), cancel).await;
+        let plan = shape.plan(id, files, sessions.config().io, sessions.interface());
+        let warm = pepo_sandbox::boot(sessions.host(), plan, cancel).await;
         let warm = warm.map_err(|error| told(&error))?;
         match warm.poise().await {
             Ok(()) => Ok(warm),

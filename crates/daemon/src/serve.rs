@@ -72,11 +72,14 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
     if let Some(ready) = &ready {
         rustix::io::fcntl_setfd(ready, rustix::io::FdFlags::CLOEXEC)?;
     }
+    // A daemon that a run started has nobody who would ask.
+    let metrics = if flags.exit_when_idle.is_some() { None } else { metrics_listener(&config)? };
     let tag = instance.tag();
     let mkfs = MKFS.iter().map(PathBuf::from).find(|path| path.exists()).unwrap_or_else(|| MKFS[0].into());
     let places = config.places.clone();
     match split().context("cannot split")? {
         Split::Host { socket, daemon } => {
+            drop(metrics);
             drop((operator, edge_socket, ready));
             let host = HostConfig {
                 instance,
@@ -111,6 +114,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
                 vmm: runs.choice.vmm,
                 runs_on: runs.choice.to_string(),
                 ready,
+                metrics,
                 exit_when_idle: flags.exit_when_idle,
             };
             let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("pepod").build()?;
@@ -130,6 +134,18 @@ fn is_fake(config: &Config) -> bool {
 #[cfg(not(feature = "fake"))]
 fn is_fake(_: &Config) -> bool {
     false
+}
+
+/// The listener of metrics, and where it is as a file: an instance of its own takes a free port.
+fn metrics_listener(config: &Config) -> anyhow::Result<Option<std::net::TcpListener>> {
+    let Some(address) = config.metrics else { return Ok(None) };
+    let listener = std::net::TcpListener::bind(address).with_context(|| {
+        format!("metrics cannot listen on {address}: choose another address with `metrics.listen`, or `off`")
+    })?;
+    let path = config.places.run.join("metrics");
+    let url = format!("http://{}/metrics\n", listener.local_addr()?);
+    std::fs::write(&path, url).with_context(|| format!("cannot write {}", path.display()))?;
+    Ok(Some(listener))
 }
 
 /// Ours and the edge's. Without root both are whoever we are.

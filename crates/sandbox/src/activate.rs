@@ -92,6 +92,10 @@ pub struct Exit {
     pub console: Vec<String>,
     /// What the keeper wrote.
     pub record: Option<ExitRecord>,
+    /// What it had used at its end; of its disks, at the last look before that.
+    pub usage: Option<host::Usage>,
+    /// What its network had carried, where it had one.
+    pub traffic: Option<crate::net::Traffic>,
     /// Whether everything was given back; if not, [`Host::release`] again.
     pub released: Result<(), host::Error>,
 }
@@ -343,6 +347,9 @@ impl Active {
         if keeper.has_ended() {
             return collect(claim, Asked::No).await;
         }
+        // What its disks did is the VMM's account, which goes with it.
+        let (last, carried) = tokio::join!(claim.host().usage(claim.id()), claim.host().traffic(claim.id()));
+        let last = last.unwrap_or_default();
         if !grace.is_zero() {
             let asked = tokio::time::timeout(grace, async {
                 #[cfg(feature = "fake")]
@@ -364,7 +371,13 @@ impl Active {
                 },
             }
         }
-        collect(claim, Asked::Yes).await
+        let mut exit = collect(claim, Asked::Yes).await;
+        if let Some(usage) = &mut exit.usage {
+            usage.disk_bytes = last.disk_bytes;
+            (usage.read_bytes, usage.write_bytes) = (last.read_bytes, last.write_bytes);
+        }
+        exit.traffic = exit.traffic.or(carried.ok());
+        exit
     }
 }
 
@@ -410,8 +423,11 @@ pub(crate) async fn collect(claim: Claim, asked: Asked) -> Exit {
         tracing::debug!(sandbox = %id, %error, "no evidence");
         Evidence::default()
     });
+    // Its processes are gone, their account stands until the cgroup goes.
+    let (usage, traffic) = tokio::join!(claim.host().usage(id), claim.host().traffic(id));
+    let (usage, traffic) = (usage.ok(), traffic.ok());
     let released = claim.release().await;
-    exit(id, evidence, asked, released)
+    Exit { usage, traffic, ..exit(id, evidence, asked, released) }
 }
 
 /// Tells the cause from the evidence. A guest can forge its console: it names a cause here and decides nothing.
@@ -426,7 +442,7 @@ pub(crate) fn exit(id: SandboxId, evidence: Evidence, asked: Asked, released: Re
         (None, Asked::No) => (Cause::KilledOutside, "killed from outside: its keeper wrote nothing".to_owned()),
         (Some(record), Asked::No) => told(record, &console.bytes),
     };
-    Exit { id, cause, detail, console: console.last_lines(CONSOLE_LINES), record, released }
+    Exit { id, cause, detail, console: console.last_lines(CONSOLE_LINES), record, usage: None, traffic: None, released }
 }
 
 fn told(record: &ExitRecord, console: &[u8]) -> (Cause, String) {

@@ -100,16 +100,23 @@ pub enum Step {
     Release,
 }
 
-impl std::fmt::Display for Step {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str(match self {
+impl Step {
+    /// What is done in it.
+    pub fn as_str(self) -> &'static str {
+        match self {
             Step::Prepare => "prepare",
             Step::Start => "start",
             Step::Hello => "boot",
             Step::Activate => "activate",
             Step::Shutdown => "shut down",
             Step::Release => "release",
-        })
+        }
+    }
+}
+
+impl std::fmt::Display for Step {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.as_str())
     }
 }
 

@@ -297,7 +297,12 @@ impl Builder {
                 Some(room)
             }
         };
-        leaf.create(&Limits { memory_bytes: plan.memory_bytes, cpu_us: u64::from(plan.cpus) * PERIOD_US, pids: 4096 })?;
+        leaf.create(&Limits {
+            memory_bytes: plan.memory_bytes,
+            cpu_us: u64::from(plan.cpus) * PERIOD_US,
+            pids: 4096,
+            weight_cpus: 1,
+        })?;
         let (ours, theirs) = UnixStream::pair().map_err(at("make the control socket"))?;
         let (events, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)
             .map_err(|error| at("make the pipe of events")(error.into()))?;

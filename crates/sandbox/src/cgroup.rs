@@ -17,11 +17,24 @@ use crate::host::Usage;
 use crate::id::{Names, SandboxId, Tag};
 use crate::proc;
 
+mod layer;
+
+pub use layer::{Io, IoLayer};
+
 /// Controllers a Sandbox is capped and counted by.
 const NEEDED: [&str; 3] = ["cpu", "memory", "pids"];
 
+/// The controller that is used where it is there.
+const WISHED: &str = "io";
+
 /// v1 controllers in which a leaf is made.
-const USED_V1: [&str; 5] = ["cpu", "cpuacct", "memory", "pids", "freezer"];
+const USED_V1: [&str; 6] = ["cpu", "cpuacct", "memory", "pids", "freezer", "blkio"];
+
+/// A processor's worth of weight: on v2, where 100 is everybody's, and on v1, where 1024 is.
+const WEIGHT: (u64, u64) = (100, 1024);
+
+/// The largest weight of v2.
+const HEAVIEST: u64 = 10_000;
 
 /// The period of a cpu quota, in microseconds: the kernel's default.
 pub const PERIOD_US: u64 = 100_000;
@@ -69,6 +82,23 @@ pub struct Limits {
     pub memory_bytes: u64,
     /// Processor time, in microseconds for each [`PERIOD_US`].
     pub cpu_us: u64,
+    /// Processes and threads.
+    pub pids: u64,
+    /// Its share where there is not enough processor time for all, in processors.
+    pub weight_cpus: u64,
+}
+
+/// What holds, read back from the kernel.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Held {
+    /// Memory, in bytes.
+    pub memory_bytes: u64,
+    /// Whether swap is capped with it.
+    pub swap: bool,
+    /// Processor time, in microseconds for each [`PERIOD_US`].
+    pub cpu_us: u64,
+    /// The share, in the hierarchy's own measure.
+    pub weight: u64,
     /// Processes and threads.
     pub pids: u64,
 }
@@ -171,6 +201,7 @@ impl Hierarchies {
         let handed = base.join("cgroup.subtree_control");
         let wanted: Vec<String> = NEEDED
             .iter()
+            .chain([&WISHED])
             .filter(|name| {
                 controllers.iter().any(|have| have == *name) && !words(&handed).iter().any(|have| have == *name)
             })
@@ -298,14 +329,73 @@ impl Leaf<'_> {
                     ("cpu", true) => {
                         set("cpu.cfs_period_us", PERIOD_US.to_string())?;
                         set("cpu.cfs_quota_us", quota.clone())?;
+                        set("cpu.shares", (limits.weight_cpus.max(1) * WEIGHT.1).to_string())?;
                     }
-                    ("cpu", false) => set("cpu.max", format!("{quota} {PERIOD_US}"))?,
+                    ("cpu", false) => {
+                        set("cpu.max", format!("{quota} {PERIOD_US}"))?;
+                        let weight = (limits.weight_cpus.max(1) * WEIGHT.0).min(HEAVIEST);
+                        set_if_there("cpu.weight", weight.to_string())?;
+                    }
                     ("pids", _) => set("pids.max", limits.pids.to_string())?,
                     _ => {}
                 }
             }
         }
         Ok(())
+    }
+
+    /// What holds now, as the kernel says.
+    ///
+    /// # Errors
+    /// [`Error::Io`] when it is not there, or says something else than a number.
+    pub fn held(&self) -> Result<Held, Error> {
+        let text = |controller: &str, v1: &str, v2: &str| {
+            let path = self.file(controller, v1, v2).ok_or_else(|| Error::Absent(controller.to_owned()))?;
+            fs::read_to_string(&path).map_err(at("read", &path))
+        };
+        let number =
+            |text: String| text.split_whitespace().next().and_then(|word| word.parse().ok()).unwrap_or(u64::MAX);
+        Ok(Held {
+            memory_bytes: number(text("memory", "memory.limit_in_bytes", "memory.max")?),
+            swap: match self.file("memory", "memory.memsw.limit_in_bytes", "memory.swap.max") {
+                Some(path) => fs::read_to_string(path).is_ok_and(|text| text.trim() != "max"),
+                None => false,
+            },
+            cpu_us: number(text("cpu", "cpu.cfs_quota_us", "cpu.max")?),
+            weight: number(text("cpu", "cpu.shares", "cpu.weight").unwrap_or_default()),
+            pids: number(text("pids", "pids.max", "pids.max")?),
+        })
+    }
+
+    /// Sets the second layer of the disks' cap for what lies at `path`, and says what the kernel holds of it.
+    pub fn limit_io(&self, path: &Path, io: Io) -> IoLayer {
+        let disk = match layer::disk(path) {
+            Ok(disk) => disk,
+            Err(why) => return IoLayer::Absent(why),
+        };
+        if let Some(one) = self.all.with("io") {
+            let file = one.base.join(&self.name).join("io.max");
+            let line = layer::line(disk, io);
+            let set = put(&file, &line).and_then(|()| fs::read_to_string(&file));
+            return match set {
+                Ok(text) if text.lines().any(|held| held == line) => IoLayer::Held,
+                Ok(text) => IoLayer::Absent(format!("the kernel holds `{}`", text.trim())),
+                Err(error) => IoLayer::Absent(format!("{}: {error}", file.display())),
+            };
+        }
+        let Some(one) = self.all.with("blkio") else {
+            return IoLayer::Absent("no io controller is mounted".to_owned());
+        };
+        for (name, line) in layer::lines_v1(disk, io) {
+            let file = one.base.join(&self.name).join(name);
+            let set = put(&file, &line).and_then(|()| fs::read_to_string(&file));
+            match set {
+                Ok(text) if text.lines().any(|held| held == line) => {}
+                Ok(_) => return IoLayer::Absent(format!("{} does not keep what is written", file.display())),
+                Err(error) => return IoLayer::Absent(format!("{}: {error}", file.display())),
+            }
+        }
+        IoLayer::DirectOnly
     }
 
     /// Descriptors through which the process that holds them joins, by writing `0` into each.
@@ -453,6 +543,7 @@ impl Leaf<'_> {
             memory_limit_bytes: number("memory", "memory.limit_in_bytes", "memory.max")?,
             pids: number("pids", "pids.current", "pids.current")?,
             oom_kills: self.oom_file().ok().and_then(|file| oom_kills(&file).ok()).unwrap_or(0),
+            ..Usage::default()
         })
     }
 }
@@ -484,7 +575,7 @@ fn keyed(text: &str, key: &str) -> Option<u64> {
 mod tests {
     use super::*;
 
-    const LIMITS: Limits = Limits { memory_bytes: 300 << 20, cpu_us: 200_000, pids: 100 };
+    const LIMITS: Limits = Limits { memory_bytes: 300 << 20, cpu_us: 200_000, pids: 100, weight_cpus: 2 };
 
     /// A tree of plain files that looks like a cgroup file system where this module looks.
     struct Tree(tempfile::TempDir);
@@ -528,6 +619,7 @@ mod tests {
         [
             ("cpu,cpuacct", "cpu.cfs_period_us", "100000"),
             ("cpu,cpuacct", "cpu.cfs_quota_us", "-1"),
+            ("cpu,cpuacct", "cpu.shares", "1024"),
             ("cpu,cpuacct", "cpuacct.usage", "12345\n"),
             ("memory", "memory.limit_in_bytes", "9223372036854771712"),
             ("memory", "memory.swappiness", "60"),
@@ -557,6 +649,8 @@ mod tests {
         assert!(tree.text("memory/one/memory.limit_in_bytes").starts_with(&(300u64 << 20).to_string()));
         assert!(tree.text("cpu,cpuacct/one/cpu.cfs_quota_us").starts_with("200000"));
         assert!(tree.text("pids/one/pids.max").starts_with("100"));
+        assert!(tree.text("cpu,cpuacct/one/cpu.shares").starts_with("2048"));
+        assert_eq!(leaf.held().expect("held").cpu_us, 200_000);
         assert!(tree.text("memory/one/memory.swappiness").starts_with('0'));
         assert!(!tree.path("devices/one").exists() && !tree.path("name=systemd/one").exists());
     }
@@ -577,6 +671,7 @@ mod tests {
             ("cgroup.subtree_control", ""),
             ("cgroup.procs", ""),
             ("one/cpu.max", ""),
+            ("one/cpu.weight", ""),
             ("one/cpu.stat", "usage_usec 5\nuser_usec 1\n"),
             ("one/memory.max", ""),
             ("one/memory.swap.max", ""),
@@ -587,10 +682,14 @@ mod tests {
         ]);
         let all = tree.v2().expect("v2");
         all.ready().expect("ready");
-        assert_eq!(tree.text("cgroup.subtree_control"), "+cpu +memory +pids");
+        assert_eq!(tree.text("cgroup.subtree_control"), "+cpu +memory +pids +io");
         let leaf = all.leaf("one");
         leaf.create(&LIMITS).expect("create");
         assert_eq!(tree.text("one/cpu.max"), "200000 100000");
+        let held = leaf.held().expect("held");
+        let wanted = Held { memory_bytes: 300 << 20, swap: true, cpu_us: 200_000, weight: 200, pids: 100 };
+        assert_eq!(held, wanted);
+        assert!(matches!(leaf.limit_io(&tree.path(""), Io { bytes: 1, operations: 1 }), IoLayer::Absent(_)));
         assert_eq!(tree.text("one/memory.max"), (300u64 << 20).to_string());
         assert_eq!(tree.text("one/memory.swap.max"), "0");
         let usage = leaf.usage().expect("usage");

@@ -494,6 +494,7 @@ mod tests {
             cpus: 1,
             disk_mib: 64,
             network,
+            io: None,
         }
     }
 

@@ -33,7 +33,8 @@ pub mod vmm;
 pub mod volume;
 
 pub use activate::{Active, Cause, Exit, Life, Mount, adopt};
-pub use boot::{Booted, Prepared, Warm, boot};
+pub use boot::{Booted, Prepared, Step, Steps, Warm, boot};
+pub use cgroup::Io;
 pub use host::Host;
 pub use id::{SandboxId, Slot, Tag, UidBlock, VolumeId};
 pub use pepo_proto as proto;

@@ -8,6 +8,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
+use crate::cgroup::Io;
 use crate::id::SandboxId;
 use crate::jail::Entry;
 use crate::vmm::{Caps, Streams, firecracker, qemu};
@@ -160,6 +161,9 @@ pub struct Plan {
     /// Its network interface.
     #[serde(default)]
     pub network: Network,
+    /// What each of its disks may do; `None` is without a cap.
+    #[serde(default)]
+    pub io: Option<Io>,
 }
 
 impl Plan {
@@ -198,6 +202,7 @@ mod tests {
             cpus: 1,
             disk_mib: 2048,
             network: Network::Slot,
+            io: Some(Io { bytes: 256 << 20, operations: 4000 }),
         }
     }
 

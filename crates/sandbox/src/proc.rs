@@ -49,6 +49,13 @@ pub fn read(pid: u32) -> Option<Process> {
     Some(Process { pid, name: crate::keeper::escape(field("Name:")?, 64), uid })
 }
 
+/// Bytes that a process has read and written by system calls, files and sockets alike.
+pub fn io(pid: u32) -> Option<(u64, u64)> {
+    let text = fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
+    Some((field("rchar:")?, field("wchar:")?))
+}
+
 /// When a process started, in clock ticks since the machine's boot: with its pid, its identity.
 pub fn start_time(pid: u32) -> Option<u64> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;

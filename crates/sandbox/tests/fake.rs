@@ -84,6 +84,7 @@ fn plan(id: SandboxId) -> Plan {
         cpus: 1,
         disk_mib: 256,
         network: pepo_sandbox::plan::Network::Absent,
+        io: None,
     }
 }
 

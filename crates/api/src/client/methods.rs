@@ -13,14 +13,14 @@ use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
     ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, RemoveApp, ShowCommand, ShowConsole,
-    ShowFile, ShowServices, ShowSession, UnderPath, WriteFile, WriteStdin,
+    ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath, WriteFile, WriteStdin,
 };
 use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
     CreateSession, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event, FeedEvent, FileChange, FileEntry,
     FileList, Health, Image, Key, MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages, RenameFile, RotateKey,
     SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp,
-    UpdateSession, Version, route,
+    UpdateSession, UsageReport, Version, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -82,7 +82,12 @@ impl Client {
         self.json(self.request(&route::session_release, &[("session", session)])?.waiting(60)).await
     }
 
-    /// What it uses.
+    /// What was used between two times.
+    pub async fn usage(&self, query: &ShowUsage) -> Result<UsageReport, ClientError> {
+        self.json(self.request(&route::usage, &[])?.with_query(query)?).await
+    }
+
+    /// What a Session uses now.
     pub async fn session_stats(&self, session: &str) -> Result<SessionStats, ClientError> {
         self.json(self.request(&route::session_stats, &[("session", session)])?).await
     }

@@ -20,8 +20,10 @@ mod run;
 mod session;
 mod setup;
 mod shell;
+mod stats;
 mod sweep;
 mod up;
+mod usage;
 mod version;
 
 use std::ffi::OsString;
@@ -83,6 +85,10 @@ enum Verb {
     Key(key::Key),
     /// Show what happened, or who asked for what
     Events(events::Events),
+    /// Show what Sessions use now
+    Stats(stats::Stats),
+    /// Show what was used, by App, Session, day or label
+    Usage(usage::Usage),
     /// Look at this host: what works, what does not, what to do
     Doctor(doctor::Doctor),
     /// Install what this host lacks to run guests on its own processor
@@ -134,6 +140,8 @@ impl Cli {
             Verb::App(verb) => verb.run(place()?).await,
             Verb::Key(verb) => verb.run(place()?).await,
             Verb::Events(verb) => verb.run(place()?).await,
+            Verb::Stats(verb) => verb.run(place()?).await,
+            Verb::Usage(verb) => verb.run(place()?).await,
             Verb::Doctor(verb) => verb.run(place()?).await,
             Verb::Setup(verb) => verb.run(place()?).await,
             Verb::Sweep(verb) => verb.run(place()?).await,
@@ -193,7 +201,7 @@ mod tests {
             let text = refusal(&["pepo", "run", flag, "--", "true"]);
             assert!(text.contains("does not exist in this release"), "{flag}: {text}");
         }
-        for verb in ["workspace", "usage", "stats"] {
+        for verb in ["workspace"] {
             assert!(refusal(&["pepo", verb]).contains("unrecognized subcommand"), "{verb}");
         }
     }

@@ -47,7 +47,7 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::command_signal, signal);
 }
 
-fn wants_events(headers: &HeaderMap) -> bool {
+pub(super) fn wants_events(headers: &HeaderMap) -> bool {
     let accept = headers.get(header::ACCEPT).and_then(|value| value.to_str().ok()).unwrap_or_default();
     accept
         .split(',')

@@ -21,6 +21,7 @@ mod key;
 mod operator;
 mod session;
 mod settings;
+mod usage;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -199,6 +200,8 @@ impl From<Error> for Problem {
                 .param(field)
                 .hint("leave it out, change the Session (`PATCH`), or use another key"),
             Error::KeyTaken(_) => ApiError::new(ErrorCode::Conflict, text).param("key"),
+            Error::Short(_) => ApiError::new(ErrorCode::NoCapacity, text)
+                .hint("end Sessions, or make room on the host; `pepo doctor` says of what there is too little"),
             Error::Draining => ApiError::new(ErrorCode::Draining, text),
             Error::Invalid { param: "name", message } => ApiError::new(ErrorCode::Conflict, message).param("name"),
             Error::Invalid { param, message } => ApiError::new(ErrorCode::Invalid, message).param(param),
@@ -276,6 +279,13 @@ impl Routes {
         self.registered.push(route.name);
         // Every method of the table has a filter; a test registers them all.
         let Ok(filter) = MethodFilter::try_from(route.method.clone()) else { return };
+        let name = route.name;
+        let measured = move |request: Request, next: axum::middleware::Next| async move {
+            let began = std::time::Instant::now();
+            let response = next.run(request).await;
+            crate::metrics::METRICS.answered(name, response.status(), began.elapsed());
+            response
+        };
         let add = |router: &mut Router<Pepod>| {
             let mut method = on(filter, handler.clone());
             if route.changes() {
@@ -285,6 +295,7 @@ impl Routes {
                     },
                 ));
             }
+            method = method.layer(axum::middleware::from_fn(measured));
             *router = std::mem::take(router).route(route.path, method);
         };
         match route.audience {
@@ -309,6 +320,7 @@ fn routes() -> Routes {
     app::register(&mut routes);
     key::register(&mut routes);
     operator::register(&mut routes);
+    usage::register(&mut routes);
     routes
 }
 

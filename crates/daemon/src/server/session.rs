@@ -6,7 +6,7 @@ use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::{HeaderValue, StatusCode, header};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
 use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
 use pepo_api::{
     CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionStats, UpdateSession,
@@ -27,6 +27,9 @@ const LOOKED_AT: usize = 10_000;
 
 /// The longest wait of a look.
 const LONGEST_WAIT: u64 = 300;
+
+/// How often a followed look at what is used is repeated.
+const STATS_EVERY: Duration = Duration::from_secs(1);
 
 /// How often a followed console is read.
 const CONSOLE_EVERY: Duration = Duration::from_millis(250);
@@ -208,16 +211,44 @@ async fn services(
     Ok(with_activation(activation, axum::Json(Page { items, next_cursor: None })))
 }
 
-async fn stats(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
+async fn stats(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    headers: HeaderMap,
+) -> Result<Response, Problem> {
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
     session.is_still(call.activation)?;
-    // Looking is no use: it neither waits for a Sandbox nor keeps one.
+    let first = used(&session).await?;
+    let activation = session.now().activation;
+    if !super::command::wants_events(&headers) {
+        return Ok(with_activation(activation, axum::Json(first)));
+    }
+    // It ends with the Sandbox: a look at the next one is asked for anew.
+    let following = futures_util::stream::unfold((session, Some(first)), move |(session, first)| async move {
+        let shown = match first {
+            Some(first) => first,
+            None => {
+                tokio::time::sleep(STATS_EVERY).await;
+                if session.now().activation != activation {
+                    return None;
+                }
+                used(&session).await.ok()?
+            }
+        };
+        Some((Ok::<_, std::convert::Infallible>(super::events::event("stats", None, &shown)), (session, None)))
+    });
+    Ok(with_activation(activation, super::events::sse(following)))
+}
+
+/// What its Sandbox uses now. Looking is no use: it neither waits for a Sandbox nor keeps one.
+async fn used(session: &Handle) -> Result<SessionStats, Problem> {
     let guest = session
         .guest()
         .ok_or_else(|| Problem::new(pepo_api::ErrorCode::Conflict, format!("{} has no Sandbox now", session.id())))?;
     let (stats, usage, traffic) = tokio::join!(guest.stats(), session.usage(), session.traffic());
     let (stats, usage, traffic) = (stats?, usage?, traffic?);
-    let shown = SessionStats {
+    Ok(SessionStats {
         uptime_ms: stats.uptime_ms,
         cpu_ms: stats.cpu_ms,
         memory_bytes: stats.memory_bytes,
@@ -227,9 +258,12 @@ async fn stats(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>
         processes: stats.processes,
         host_cpu_ms: usage.cpu_ns / 1_000_000,
         host_memory_bytes: usage.memory_bytes,
+        host_memory_limit_bytes: usage.memory_limit_bytes,
+        host_disk_bytes: usage.disk_bytes,
+        read_bytes: usage.read_bytes,
+        write_bytes: usage.write_bytes,
         network: traffic.map(carried),
-    };
-    Ok(with_activation(session.now().activation, axum::Json(shown)))
+    })
 }
 
 fn carried(traffic: Traffic) -> NetworkStats {

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 use super::state::{Cause, Tenure};
 use super::{Files, Session, Sessions};
 use crate::pool::Shape;
-use crate::store::{Claim, Write};
+use crate::store::{Claim, Purpose, Write};
 
 /// Fresh bytes for a guest's random generator.
 const ENTROPY: usize = 256;
@@ -65,8 +65,12 @@ pub(super) async fn make(
     let made = attempt(&sessions, &session, from, tenure, id, &cancel).await;
     timer.abort();
     match made {
-        Ok(activated) => Ok(activated),
+        Ok(activated) => {
+            crate::metrics::METRICS.activated(activated.active.steps());
+            Ok(activated)
+        }
         Err(mut cause) => {
+            crate::metrics::METRICS.not_activated();
             if begun.elapsed() >= within {
                 cause.message = format!("it did not start within {} s: {}", within.as_secs(), cause.message);
             }
@@ -86,8 +90,12 @@ async fn attempt(
 ) -> Result<Activated, Cause> {
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
-    let (warm, committed) = match from {
-        From::Warm { warm, committed } => (warm, committed),
+    let (warm, committed, base) = match from {
+        // What it used while it waited is nobody's.
+        From::Warm { warm, committed } => {
+            let base = inner.host.usage(id).await.ok();
+            (warm, committed, base)
+        }
         From::Files { files, shape } => {
             // Recorded before the first thing is taken.
             inner.store.write(Write::NewSandbox(tenure.sandbox)).await.map_err(|error| failed(&error))?;
@@ -101,11 +109,12 @@ async fn attempt(
                 () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its turn to start did not come")),
                 turn = its_turn => turn,
             };
-            let booted = pepo_sandbox::boot(&inner.host, shape.plan(id, &files, sessions.interface()), cancel).await;
+            let plan = shape.plan(id, &files, inner.config.io, sessions.interface());
+            let booted = pepo_sandbox::boot(&inner.host, plan, cancel).await;
             let warm = booted.map_err(|error| boot_cause(&error))?;
             tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
             drop(turn);
-            (warm, false)
+            (warm, false, None)
         }
     };
     // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
@@ -118,6 +127,9 @@ async fn attempt(
             }
             return Err(cause);
         }
+    }
+    if let Some(base) = base {
+        inner.store.write_later(Write::Usage(crate::usage::sample(id, &base, None), Purpose::Base)).await;
     }
     // The rules are in force before the guest hears of its network.
     let said = session.now().spec.network.clone();

@@ -48,6 +48,12 @@ impl Activity {
         self.quiet_since = now;
     }
 
+    /// Since when nobody uses it; none while somebody does, or is about to.
+    pub fn unused_since(&self, now: Timestamp) -> Option<Timestamp> {
+        let about_to = self.keep_until(Duration::ZERO)? > now;
+        (!about_to).then_some(self.quiet_since)
+    }
+
     /// When the Sandbox goes if nothing happens; none while it is used.
     pub fn keep_until(&self, keep_alive: Duration) -> Option<Timestamp> {
         if self.open > 0 {
@@ -96,6 +102,7 @@ mod tests {
         assert_eq!(activity.keep_until(keep), None);
         activity.end(at(1000));
         assert_eq!(activity.keep_until(keep), Some(at(1300)));
+        assert_eq!((activity.unused_since(at(1003)), activity.unused_since(at(1006))), (None, Some(at(1000))));
     }
 
     #[test]

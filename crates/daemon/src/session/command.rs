@@ -516,6 +516,7 @@ impl Commands {
     fn over(&self, command: &Arc<Command>, row: EndRow) {
         let event = Event::new("command.ended").session(command.session).command(command.id).reason(row.end.reason);
         self.store.record(event.detail("exit_code", row.end.exit_code).detail("signal", &row.end.signal));
+        crate::metrics::METRICS.command_ended(row.end.reason);
         self.store.write_soon(Write::EndCommand(Box::new(row)));
         *lock(&command.ticket) = None;
         let mut table = lock(&self.table);

@@ -317,6 +317,8 @@ impl Driver {
             Progress::Stopped(exit) => {
                 self.work = Work::Nothing;
                 self.sessions.settle(&exit).await;
+                let why = self.session.now().state.cause().map(|cause| cause.reason);
+                crate::metrics::METRICS.sandbox_ended(why.unwrap_or_else(|| activation::cause_of(&exit).reason));
                 // Nobody asked for this end: how it came about is the Session's reason.
                 if self.session.now().state.cause().is_none() {
                     self.pending.push_back(Event::Stopped);

@@ -56,6 +56,9 @@ pub enum Error {
     /// There is nothing to look at.
     #[error("{0}")]
     NoSandboxNow(String),
+    /// The host runs short.
+    #[error("the host runs short: {0}")]
+    Short(String),
     /// The daemon takes nothing new.
     #[error("this host is being drained or stopped: it takes nothing new")]
     Draining,

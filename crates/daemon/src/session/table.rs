@@ -42,6 +42,8 @@ pub(super) struct Inner {
     pub(super) opening: watch::Sender<HashSet<(AppId, String)>>,
     pub(super) count: watch::Sender<usize>,
     pub(super) draining: watch::Sender<bool>,
+    /// Why nothing new begins, while that is so.
+    pub(super) refused: watch::Sender<Option<String>>,
     pub(super) store: Store,
     pub(super) host: Host,
     pub(super) capacity: Capacity,
@@ -79,6 +81,7 @@ impl Sessions {
             opening: watch::Sender::default(),
             count: watch::Sender::new(0),
             draining: watch::Sender::new(false),
+            refused: watch::Sender::new(None),
             capacity: Capacity::new(config.budget, config.boots),
             pool: Pool::new(pool, vmm),
             store,
@@ -225,6 +228,9 @@ impl Sessions {
         if *self.0.draining.borrow() {
             return Err(Error::Draining);
         }
+        if let Some(why) = self.0.refused.borrow().clone() {
+            return Err(Error::Short(why));
+        }
         let files = (self.0.find_image)(image).await?;
         let shape = Shape::of(spec, files.id, self.0.vmm);
         let committed = false;
@@ -256,6 +262,32 @@ impl Sessions {
     /// The count of what Sandboxes use.
     pub fn capacity(&self) -> &Capacity {
         &self.0.capacity
+    }
+
+    /// From now on nothing new begins, for this reason; or it may again.
+    pub fn refuse(&self, why: Option<String>) {
+        self.0.refused.send_replace(why);
+    }
+
+    /// Sandboxes that serve a Session now.
+    pub fn serving(&self) -> Vec<pepo_sandbox::SandboxId> {
+        let live = self.live();
+        let serving = live.values().filter_map(|session| {
+            let now = session.0.published.borrow();
+            now.guest.as_ref().and(now.state.tenure()).and_then(|tenure| engine_id(tenure.sandbox))
+        });
+        serving.collect()
+    }
+
+    /// Of the Sessions whose Sandbox nobody uses now, the one that was used least recently.
+    pub fn longest_unused(&self) -> Option<Session> {
+        let live = self.live();
+        let unused = live.values().filter(|session| session.0.published.borrow().guest.is_some());
+        let since = |session: &&Session| session.0.activity.borrow().unused_since(jiff::Timestamp::now());
+        unused
+            .filter_map(|session| Some((since(&session)?, session)))
+            .min_by_key(|(since, _)| *since)
+            .map(|(_, one)| one.clone())
     }
 
     /// Those that wait ready.
@@ -410,6 +442,10 @@ impl Sessions {
 
     /// Takes note of what a stop path left.
     pub(super) async fn settle(&self, exit: &Exit) {
+        if let Some(usage) = &exit.usage {
+            let last = crate::usage::sample(exit.id, usage, exit.traffic.as_ref());
+            self.0.store.write_later(Write::Usage(last, store::Purpose::End)).await;
+        }
         match &exit.released {
             Ok(()) => self.settled(exit.id).await,
             Err(error) => self.owe(exit.id, error.to_string()),

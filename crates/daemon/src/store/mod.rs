@@ -16,6 +16,7 @@ mod event;
 mod key;
 mod quota;
 mod session;
+mod usage;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -30,6 +31,7 @@ pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{KeyRow, KeySpec, NewKey};
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
+pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
 
 /// Writes of one transaction at most.
 const GROUP: usize = 256;
@@ -133,6 +135,8 @@ pub enum Write {
     Claim(Claim),
     /// That Sandbox has given everything back.
     DropSandbox(pepo_api::SandboxId),
+    /// What a Sandbox has used.
+    Usage(Sample, Purpose),
     /// A command that was asked for.
     NewCommand(Box<CommandRow>),
     /// The same, refused where its App's quota is used up.
@@ -231,7 +235,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION];
 
 impl Store {
     /// Opens the file, makes or migrates its schema, starts the writer.
@@ -250,6 +254,7 @@ impl Store {
         migrate(&mut connection, path, MIGRATIONS)?;
         app::default_app(&connection)?;
         event::settle(&connection)?;
+        usage::settle(&connection)?;
         let reader = || connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY).map(Mutex::new);
         let readers = Arc::new([reader()?, reader()?]);
         let (queue, waiting) = mpsc::channel(QUEUE);
@@ -454,7 +459,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::NewSessionOn(row, claim) => {
             session::claim(transaction, claim)?;
             match session::insert(transaction, row) {
-                Ok(()) => Ok(()),
+                Ok(()) => usage::open(transaction, claim, millis(now())),
                 Err(error) => {
                     // The group's other writes stay, so this one is undone by hand; where that fails the group fails.
                     session::unclaim(transaction, claim.sandbox)?;
@@ -463,8 +468,15 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             }
         }
         Write::NewSandbox(id) => session::insert_sandbox(transaction, *id),
-        Write::Claim(claim) => session::claim(transaction, claim),
-        Write::DropSandbox(id) => session::drop_sandbox(transaction, *id),
+        Write::Claim(claim) => {
+            session::claim(transaction, claim)?;
+            usage::open(transaction, claim, millis(now()))
+        }
+        Write::DropSandbox(id) => {
+            usage::close(transaction, *id)?;
+            session::drop_sandbox(transaction, *id)
+        }
+        Write::Usage(sample, purpose) => usage::sample(transaction, sample, *purpose),
         Write::NewCommand(row) => command::insert(transaction, row),
         Write::CountedCommand(row) => {
             quota::command(transaction, row.session)?;
@@ -493,7 +505,9 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             key::prune(transaction, *ended_before)?;
             app::prune(transaction, *ended_before)?;
             event::prune(transaction, View::Feed, *feed)?;
-            event::prune(transaction, View::Audit, *audit)
+            event::prune(transaction, View::Audit, *audit)?;
+            // What was billed can be looked up for as long as who asked for it.
+            usage::prune(transaction, audit.before)
         }
     }
 }

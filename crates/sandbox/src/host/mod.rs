@@ -242,4 +242,13 @@ pub struct Usage {
     pub pids: u64,
     /// How often the host's kernel killed one of them for memory.
     pub oom_kills: u64,
+    /// What the scratch disk takes on the host, in bytes.
+    #[serde(default)]
+    pub disk_bytes: u64,
+    /// Bytes that the VMM has read for the guest.
+    #[serde(default)]
+    pub read_bytes: u64,
+    /// Bytes that the VMM has written for the guest.
+    #[serde(default)]
+    pub write_bytes: u64,
 }

@@ -32,7 +32,7 @@ use crate::net::slot::Device;
 use crate::plan::{self, Plan, StatePath, Vmm};
 use crate::share::{self, SharePlan, ShareRecord};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
-use crate::vmm::{Boot, Streams, clock, firecracker, vsock};
+use crate::vmm::{Boot, Streams, Throttle, clock, firecracker, vsock};
 use crate::volume::{self, VolumePlan, VolumeUsage, Volumes};
 use crate::{disk, proc, sys};
 
@@ -52,6 +52,9 @@ const SHARE_FILES: u64 = 16_384;
 /// Processor time beside the virtual processors', half of one: the VMM's main loop, the vsock device and the keeper work
 /// while the guest does, and a guest whose own processor had to pay for its disk and streams would get less than it was given.
 const BESIDE_CPU_US: u64 = cgroup::PERIOD_US / 2;
+
+/// A page of this machine's memory, in bytes.
+const PAGE: u64 = 4096;
 
 /// The word of the kernel's command line without which our guest agent does not act on the machine it runs on.
 const GUEST: &str = "pepo.guest=1";
@@ -208,12 +211,19 @@ impl Work {
                 << 20,
             cpu_us: u64::from(plan.cpus) * cgroup::PERIOD_US + BESIDE_CPU_US,
             pids: u64::from(plan.cpus) + caps.threads,
+            weight_cpus: u64::from(plan.cpus),
         };
-        self.place
-            .cgroups
-            .leaf(self.place.cgroup(id))
-            .create(&limits)
-            .map_err(|error| failed("make the cgroup", error))?;
+        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
+        leaf.create(&limits).map_err(|error| failed("make the cgroup", error))?;
+        self.holds(&leaf, &limits)?;
+        if let Some(io) = plan.io {
+            match leaf.limit_io(&self.place.path, io) {
+                cgroup::IoLayer::Absent(why) => {
+                    tracing::debug!(sandbox = %id, why, "disks are capped by the VMM alone")
+                }
+                layer => tracing::debug!(sandbox = %id, ?layer, "disks are capped by the VMM and the kernel"),
+            }
+        }
         let uids = self.place.block.uids(id.slot());
         for (name, owner) in [(file::BOOT, 0), (file::VSOCK, uids.vsock), (file::KEEP, uids.keeper)] {
             self.place.area(id, name, owner).map_err(|error| failed("make a directory", error))?;
@@ -281,7 +291,7 @@ impl Work {
                 initrd: PathBuf::new(),
                 arguments: vec![GUEST.to_owned()],
                 scratch_size: u64::from(plan.disk_mib) << 20,
-                throttle: None,
+                throttle: plan.io.map(|io| Throttle { bytes: io.bytes, operations: io.operations }),
                 uid: uids.vmm,
                 mac: prepared.tap.is_some().then(|| GUEST_MAC.to_string()),
             },
@@ -517,7 +527,41 @@ impl Work {
             return Ok(Usage::default());
         }
         let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
-        leaf.usage().map_err(|error| Refusal::NotThere { id, state: format!("cannot be measured ({})", chain(&error)) })
+        let not_there = |error| Refusal::NotThere { id, state: format!("cannot be measured ({})", chain(&error)) };
+        let mut usage = leaf.usage().map_err(not_there)?;
+        let uid = self.place.block.uids(id.slot()).vmm;
+        // The VMM by its uid, which nobody else has; what is its own to say (its name) does not count.
+        if let Some(vmm) = leaf.processes().into_iter().find(|pid| proc::read(*pid).is_some_and(|one| one.uid == uid)) {
+            (usage.read_bytes, usage.write_bytes) = proc::io(vmm).unwrap_or_default();
+            usage.disk_bytes =
+                self.place.read::<Plan>(id, file::PLAN).ok().map_or(0, |plan| self.disk_bytes(vmm, &plan));
+        }
+        Ok(usage)
+    }
+
+    /// What a Sandbox's scratch disk takes: the one file of its size that its VMM has open on the file system of the jails.
+    fn disk_bytes(&self, vmm: u32, plan: &Plan) -> u64 {
+        let Ok(here) = rustix::fs::fstat(&self.place.jails) else { return 0 };
+        let open = std::fs::read_dir(format!("/proc/{vmm}/fd")).into_iter().flatten().flatten();
+        open.filter_map(|entry| rustix::fs::stat(entry.path()).ok())
+            .find(|stat| {
+                stat.st_dev == here.st_dev
+                    && FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
+                    && stat.st_size as u64 == u64::from(plan.disk_mib) << 20
+            })
+            .map_or(0, |stat| stat.st_blocks as u64 * 512)
+    }
+
+    /// The kernel holds what was written, or there is no Sandbox.
+    fn holds(&self, leaf: &cgroup::Leaf<'_>, limits: &Limits) -> Result<(), Refusal> {
+        let held = leaf.held().map_err(|error| failed("read the cgroup back", error))?;
+        let page = PAGE;
+        // The kernel counts memory in pages.
+        let memory = held.memory_bytes <= limits.memory_bytes && held.memory_bytes + page > limits.memory_bytes;
+        if memory && held.cpu_us == limits.cpu_us && held.pids == limits.pids {
+            return Ok(());
+        }
+        Err(failed("read the cgroup back", io::Error::other(format!("{held:?} holds, and {limits:?} was written"))))
     }
 
     /// The programs that run a Plan, copied at the first request.

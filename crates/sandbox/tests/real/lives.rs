@@ -98,6 +98,7 @@ pub fn plan(id: SandboxId) -> Plan {
         cpus: 1,
         disk_mib: 256,
         network: pepo_sandbox::plan::Network::Absent,
+        io: None,
     }
 }
 

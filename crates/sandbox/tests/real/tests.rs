@@ -391,7 +391,7 @@ fn cgroups() {
     all.ready().unwrap();
     println!("  {}, swap capped: {}", all.describe(), all.swap_is_capped());
     let leaf = all.leaf(format!("pepo-test-{}", std::process::id()));
-    leaf.create(&Limits { memory_bytes: 64 << 20, cpu_us: 50_000, pids: 20 }).unwrap();
+    leaf.create(&Limits { memory_bytes: 64 << 20, cpu_us: 50_000, pids: 20, weight_cpus: 1 }).unwrap();
     assert!(leaf.exists() && leaf.processes().is_empty());
     // It waits for a line before it begins, so that it begins inside.
     let mut bomb = Command::new("/bin/sh")
