@@ -365,6 +365,11 @@ const SETTINGS: &[Setting] = &[
     row("network.questions", "Questions for names of a Sandbox a second; twice that in a burst.", || "100".into()),
     row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
+    row(
+        "network.dns",
+        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
+        String::new,
+    ),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
@@ -376,11 +381,6 @@ const SETTINGS: &[Setting] = &[
         || "127.0.0.1:7071".into(),
     ),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
-    row(
-        "network.dns",
-        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
-        String::new,
-    ),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
 
