@@ -253,14 +253,17 @@ pub struct Config {
     typed: Typed,
 }
 
+/// A default, found out when it is needed: some are the host's.
+type DefaultOf = fn() -> String;
+
 /// One setting.
 struct Setting {
     key: &'static str,
     help: &'static str,
-    default: fn() -> String,
+    default: DefaultOf,
 }
 
-const fn row(key: &'static str, help: &'static str, default: fn() -> String) -> Setting {
+const fn row(key: &'static str, help: &'static str, default: DefaultOf) -> Setting {
     Setting { key, help, default }
 }
 
@@ -275,7 +278,7 @@ pub enum Column {
 }
 
 /// Defaults on hardware virtualization, where they differ.
-const HARDWARE: &[(&str, fn() -> String)] = &[
+const HARDWARE: &[(&str, DefaultOf)] = &[
     ("sandbox.cpus", || "2".into()),
     ("sandbox.memory", || "1024m".into()),
     ("sandbox.disk", || "4g".into()),

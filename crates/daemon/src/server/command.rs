@@ -249,7 +249,7 @@ fn output(follower: &mut Follower, gathered: Gathered, whole: bool) -> Response 
         missing_bytes: found.missing,
         next_offset: found.next,
     };
-    (status, axum::Json(body)).into_response()
+    with_activation(body.command.activation, (status, axum::Json(body)))
 }
 
 async fn list(
@@ -266,9 +266,9 @@ async fn list(
         Some(cursor) => Some(cursor.parse().map_err(|_| Problem::invalid("cursor", "this cursor is none of ours"))?),
         None => None,
     };
-    let (id, live) = match pepod.sessions().find(call.app, &which).await? {
-        Found::Live(session) => (session.id(), Some(session)),
-        Found::Ended(row) => (row.id, None),
+    let (id, activation, live) = match pepod.sessions().find(call.app, &which).await? {
+        Found::Live(session) => (session.id(), session.now().activation, Some(session)),
+        Found::Ended(row) => (row.id, row.activation, None),
     };
     let mut rows = pepod.store().list_commands(id, before, limit as usize + 1).await.map_err(Error::from)?;
     let more = rows.len() > limit as usize;
@@ -279,7 +279,7 @@ async fn list(
         None => shown_row(row),
     };
     let items = rows.into_iter().map(newest).collect();
-    Ok(axum::Json(Page { items, next_cursor }).into_response())
+    Ok(with_activation(activation, axum::Json(Page { items, next_cursor })))
 }
 
 /// The store may be a moment behind what is known in memory.
@@ -350,7 +350,8 @@ async fn show(
             Some(false) => Until::Offset(written(&follower).await?),
             _ => Until::End,
         };
-        return Ok(events::answer(follower, until));
+        let activation = follower.shown().activation;
+        return Ok(with_activation(activation, events::answer(follower, until)));
     }
     let from = query.offset.unwrap_or(0);
     let interest = if wait.is_zero() { Interest::Glance } else { Interest::Caller };
@@ -371,7 +372,7 @@ async fn show(
                 missing_bytes: missing,
                 next_offset: next,
             };
-            return Ok((status, axum::Json(body)).into_response());
+            return Ok(with_activation(body.command.activation, (status, axum::Json(body))));
         }
         Err(problem) => return Err(problem),
     };
@@ -428,7 +429,8 @@ async fn kill(
         }
     }
     // What has ended is killed already.
-    Ok(axum::Json(record(&pepod, call, &which, id).await?).into_response())
+    let command = record(&pepod, call, &which, id).await?;
+    Ok(with_activation(command.activation, axum::Json(command)))
 }
 
 async fn stdout(
@@ -485,7 +487,7 @@ async fn raw(
     if ended {
         response.headers_mut().insert(header::ACCEPT_RANGES, HeaderValue::from_static("bytes"));
     }
-    Ok(response)
+    Ok(with_activation(shown.activation, response))
 }
 
 /// A command that can still be spoken to.

@@ -419,6 +419,13 @@ impl Driver {
         self.sessions.0.store.record(event);
     }
 
+    /// Says in the feed how a Sandbox of it ended.
+    fn tell_end(&self, tenure: Tenure, end: &Ended) {
+        let event = self.session.event("sandbox.ended").sandbox(tenure.sandbox).reason(end.reason);
+        let message = (!end.message.is_empty()).then_some(&end.message);
+        self.sessions.0.store.record(event.detail("activation", tenure.activation).detail("message", message));
+    }
+
     async fn moved(&mut self, state: State) {
         let now = crate::store::now();
         tracing::info!(session = %self.session.id(), state = ?state.word(), reason = ?state.cause().map(|c| c.reason), "moved");
@@ -429,6 +436,9 @@ impl Driver {
         self.tell(&state);
         if let Some(end) = &end {
             self.session.commands().sandbox_ended(end);
+            if let Some(tenure) = self.session.now().state.tenure() {
+                self.tell_end(tenure, end);
+            }
             drop(self.place.take());
         }
         if let State::Activating(_) = &state {

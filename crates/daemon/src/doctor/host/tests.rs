@@ -76,7 +76,9 @@ fn each_weakness_is_seen_weighed_and_has_a_fix() {
     let cpu = "sys/devices/system/cpu";
     let vulnerable = format!("{cpu}/vulnerabilities/mds");
     let multihit = format!("{cpu}/vulnerabilities/itlb_multihit");
-    let faults: &[(&str, &str, &str, Severity, Option<Severity>, &str)] = &[
+    // Where, what is there; the probe that tells, its weight in production and in development, what the fix names.
+    type Fault<'a> = (&'a str, &'a str, &'a str, Severity, Option<Severity>, &'a str);
+    let faults: &[Fault<'_>] = &[
         ("proc/sys/kernel/osrelease", "5.4.0-1", "kernel", Error, Some(Error), "5.10"),
         (&vulnerable, "Vulnerable: no microcode", "cpu", Error, Some(Warning), "microcode"),
         (&vulnerable, "Mitigation: Clear; SMT vulnerable", "cpu", Warning, Some(Warning), "smt/control"),
