@@ -6,6 +6,7 @@ use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use pepo_api::CreateSession;
 use pepo_api::client::Client;
 
 use crate::host::Snapshot;
@@ -26,6 +27,11 @@ pub fn bin(name: &str) -> PathBuf {
 /// The built Images.
 pub fn images() -> PathBuf {
     PathBuf::from(std::env::var_os("PEPO_E2E_IMAGES").expect("PEPO_E2E_IMAGES is not set: run `make test`"))
+}
+
+/// A Session without a Workspace: it ends with its Sandbox.
+pub fn bare() -> CreateSession {
+    CreateSession { workspace: Some(None), ..CreateSession::default() }
 }
 
 /// How an instance differs from the usual one.

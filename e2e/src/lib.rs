@@ -13,5 +13,5 @@ mod program;
 pub mod world;
 
 pub use host::{SANDBOX_UIDS, Snapshot, pids_named};
-pub use instance::{Instance, Options, bin, images};
+pub use instance::{Instance, Options, bare, bin, images};
 pub use program::{Program, Ran, Started, until};

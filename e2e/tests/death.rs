@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use pepo_api::client::{Client, ClientError};
 use pepo_api::query::ShowSession;
-use pepo_api::{CreateCommand, CreateSession, OnDisconnect, Reason, SessionState, StreamEvent, Text};
-use pepo_e2e::{Instance, until};
+use pepo_api::{CreateCommand, OnDisconnect, Reason, SessionState, StreamEvent, Text};
+use pepo_e2e::{Instance, bare, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The goal is 2 s; the limit leaves room for a busy machine.
@@ -49,8 +49,8 @@ async fn dies(line: &str, deed: impl FnOnce(&Instance), causes: &[Reason]) {
     let instance = Instance::new();
     let daemon = instance.up();
     let client = instance.client();
-    let bystander = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
-    let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let bystander = client.session_create(&bare()).await.expect("session").id.to_string();
+    let session = client.session_create(&bare()).await.expect("session").id.to_string();
     // Both run before anything dies.
     for id in [&bystander, &session] {
         let ready = CreateCommand { command: Some("true".into()), ..Default::default() };
@@ -74,7 +74,7 @@ async fn dies(line: &str, deed: impl FnOnce(&Instance), causes: &[Reason]) {
     instance.sandboxes_gone();
 
     // The daemon is none the worse.
-    let after = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let after = client.session_create(&bare()).await.expect("session").id.to_string();
     let alive = CreateCommand { command: Some("echo alive".into()), ..Default::default() };
     let output = client.command_create(&after, &alive).await.expect("command");
     assert_eq!(output.stdout, Text::Utf8("alive\n".into()));

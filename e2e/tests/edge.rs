@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use pepo_api::client::Client;
 use pepo_api::query::{ListSessions, ShowCommand};
-use pepo_api::{CreateCommand, CreateSession, ErrorCode, StreamEvent, Text};
-use pepo_e2e::{Instance, until};
+use pepo_api::{CreateCommand, ErrorCode, StreamEvent, Text};
+use pepo_e2e::{Instance, bare, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 /// The URL and key that a first `pepo up` prints as lines for a shell.
@@ -28,7 +28,7 @@ async fn the_printed_key_opens_sessions_and_nothing_of_the_operators() {
     let (url, key) = until("URL and key are printed", Duration::from_secs(20), || printed(&up.so_far()));
     assert_eq!(fs::read_to_string(instance.home().join("run/url")).expect("run/url").trim(), url);
     let client = Client::http(&url, Some(&key)).expect("client");
-    let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let session = client.session_create(&bare()).await.expect("session").id.to_string();
     let command = CreateCommand { command: Some("echo through the edge".into()), ..Default::default() };
     let mut events = client.command_create_events(&session, &command).await.expect("events");
     let mut seen = String::new();
@@ -80,7 +80,7 @@ async fn the_edge_has_no_rights_and_its_death_hurts_nobody() {
     }
 
     let client = Client::http(&url, Some(&key)).expect("client");
-    let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let session = client.session_create(&bare()).await.expect("session").id.to_string();
     let command =
         CreateCommand { command: Some("sleep 4; echo done".into()), wait_seconds: Some(0), ..Default::default() };
     let id = client.command_create(&session, &command).await.expect("command").command.id;

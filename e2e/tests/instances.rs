@@ -32,7 +32,7 @@ fn two_instances_do_not_see_each_other() {
     let (up_one, up_two) = (one.up(), two.up());
     let url = |instance: &Instance| fs::read_to_string(instance.home().join("run/url")).expect("the url");
     assert_ne!(url(&one), url(&two));
-    let session = one.pepo(["session", "create", "-q"]).ok().out().trim().to_owned();
+    let session = one.pepo(["session", "create", "-q", "--workspace", "none"]).ok().out().trim().to_owned();
     one.pepo(["exec", &session, "--", "true"]).ok();
     // Neither its records nor its leftovers are the other's.
     assert_eq!(two.pepo(["session", "ls", "--json"]).ok().out().matches(&session).count(), 0);

@@ -10,8 +10,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pepo_api::{CreateCommand, CreateSession};
-use pepo_e2e::{Instance, SANDBOX_UIDS, until};
+use pepo_api::CreateCommand;
+use pepo_e2e::{Instance, SANDBOX_UIDS, bare, until};
 
 const NONE: &str = "0000000000000000";
 
@@ -74,7 +74,7 @@ async fn every_process_of_a_sandbox_stands_behind_the_walls() {
     let instance = Instance::new();
     let daemon = instance.up();
     let client = instance.client();
-    let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let session = client.session_create(&bare()).await.expect("session").id.to_string();
     // Its answer says that the Sandbox is complete: a keeper has rights until both programs run.
     let command = CreateCommand { command: Some("true".into()), wait_seconds: Some(60), ..Default::default() };
     client.command_create(&session, &command).await.expect("command");

@@ -6,8 +6,8 @@
 use std::time::Duration;
 
 use pepo_api::query::ShowCommand;
-use pepo_api::{CreateCommand, CreateSession, OnDisconnect, StreamEvent, Text};
-use pepo_e2e::{Instance, until};
+use pepo_api::{CreateCommand, OnDisconnect, StreamEvent, Text};
+use pepo_e2e::{Instance, bare, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 const LINES: u32 = 60;
@@ -26,7 +26,7 @@ async fn survives_the_death_of(program: &str) {
     let instance = Instance::new();
     let daemon = instance.up();
     let client = instance.client();
-    let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let session = client.session_create(&bare()).await.expect("session").id.to_string();
     let command = client.command_create(&session, &counting()).await.expect("command").command.id;
     let mut events = client.command_events(&session, command, ShowCommand { follow: Some(true), ..Default::default() });
     let mut seen = String::new();
@@ -80,7 +80,7 @@ async fn of_its_privileged_half() {
 fn a_client_of_the_command_line_does_not_notice() {
     let instance = Instance::new();
     let daemon = instance.up();
-    let session = instance.pepo(["session", "create", "-q"]).ok().out().trim().to_owned();
+    let session = instance.pepo(["session", "create", "-q", "--workspace", "none"]).ok().out().trim().to_owned();
     let script = format!("for i in $(seq 1 {LINES}); do echo line $i; sleep 0.1; done");
     let running = instance.pepo(["exec", &session, "--", "bash", "-c", &script]).start();
     running.says("line 10\n", Duration::from_secs(60));

@@ -187,7 +187,7 @@ fn what_does_not_exist_yet_is_refused_by_name() {
 }
 
 fn new_session(instance: &Instance) -> String {
-    instance.pepo(["session", "create", "-q"]).ok().out().trim().to_owned()
+    instance.pepo(["session", "create", "-q", "--workspace", "none"]).ok().out().trim().to_owned()
 }
 
 fn terminate(instance: &Instance, session: &str) {

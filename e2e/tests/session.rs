@@ -9,10 +9,10 @@ use std::time::Duration;
 use pepo_api::client::{AttachEvent, Client, Input, body_from};
 use pepo_api::query::{AtPath, ShowCommand, UnderPath, WriteFile, WriteStdin};
 use pepo_api::{
-    CommandState, CreateCommand, CreateSession, ErrorCode, MakeFile, OnDisconnect, Output, PtySize, Reason, RenameFile,
-    SendSignal, StreamEvent, Text,
+    CommandState, CreateCommand, ErrorCode, MakeFile, OnDisconnect, Output, PtySize, Reason, RenameFile, SendSignal,
+    StreamEvent, Text,
 };
-use pepo_e2e::{Instance, Started};
+use pepo_e2e::{Instance, Started, bare};
 
 /// An instance with a daemon, and a client of it.
 struct Up {
@@ -27,7 +27,7 @@ impl Up {
         let instance = Instance::new();
         let daemon = Some(instance.up());
         let client = instance.client();
-        let session = client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+        let session = client.session_create(&bare()).await.expect("session").id.to_string();
         Up { instance, daemon, client, session }
     }
 
@@ -309,7 +309,7 @@ async fn cp_carries_trees_both_ways() {
 #[tokio::test]
 async fn a_terminated_session_says_so() {
     let up = Up::new().await;
-    let other = up.client.session_create(&CreateSession::default()).await.expect("session").id.to_string();
+    let other = up.client.session_create(&bare()).await.expect("session").id.to_string();
     up.client.session_terminate(&other).await.expect("terminate");
     let command = CreateCommand { command: Some("true".into()), ..Default::default() };
     let error = up.client.command_create(&other, &command).await.expect_err("refused");

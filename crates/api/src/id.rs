@@ -112,6 +112,11 @@ id!(
     "sbx_"
 );
 id!(
+    /// A Workspace: a durable directory tree of an App.
+    WorkspaceId,
+    "wsp_"
+);
+id!(
     /// A Command: a program run in a Session. Callers may make these.
     CommandId,
     "cmd_"

@@ -18,6 +18,7 @@ mod routes;
 mod scope;
 mod session;
 mod usage;
+mod workspace;
 
 #[cfg(feature = "client")]
 pub mod client;
@@ -33,7 +34,7 @@ pub use command::{
 pub use error::{Ended, Error, ErrorBody, ErrorCode, Quota};
 pub use event::{Event, FeedEvent};
 pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};
-pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId};
+pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId, WorkspaceId};
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
     Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, Health, Leftover, Ready,
@@ -47,6 +48,10 @@ pub use session::{
     UpdateSession,
 };
 pub use usage::{Amounts, UsageGroup, UsageReport};
+pub use workspace::{
+    CreateWorkspace, IfBusy, RemovedWorkspace, SessionWorkspace, UpdateWorkspace, Workspace, WorkspaceChoice,
+    WorkspaceMode, WorkspaceUsage,
+};
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel
 /// (0 stdin, 1 stdout, 2 stderr, 3 control as JSON [`AttachControl`]), the rest is payload; a message is at most 1 MiB.

@@ -50,6 +50,10 @@ actions! {
     FilesWrite = "files:write";
     /// Connect to a port inside.
     PortsConnect = "ports:connect";
+    /// See Workspaces and their files.
+    WorkspacesRead = "workspaces:read";
+    /// Make, change and remove Workspaces and their files.
+    WorkspacesWrite = "workspaces:write";
     /// See Images.
     ImagesRead = "images:read";
     /// Build and remove Images.
@@ -199,6 +203,11 @@ routes! {
     tar_read: GET "/v1/sessions/{session}/tar", FilesRead, Tenant, None -> Raw;
     tar_write: PUT "/v1/sessions/{session}/tar", FilesWrite, Tenant, Raw -> Empty;
     dial: GET "/v1/sessions/{session}/dial/{port}", PortsConnect, Tenant, None -> Upgrade;
+    workspace_create: POST "/v1/workspaces", WorkspacesWrite, Tenant, Json -> Json;
+    workspace_list: GET "/v1/workspaces", WorkspacesRead, Tenant, None -> Json;
+    workspace_show: GET "/v1/workspaces/{workspace}", WorkspacesRead, Tenant, None -> Json;
+    workspace_update: PATCH "/v1/workspaces/{workspace}", WorkspacesWrite, Tenant, Json -> Json;
+    workspace_remove: DELETE "/v1/workspaces/{workspace}", WorkspacesWrite, Tenant, None -> Json;
     image_list: GET "/v1/images", ImagesRead, Tenant, None -> Json;
     image_show: GET "/v1/images/{image}", ImagesRead, Tenant, None -> Json;
     image_build: POST "/v1/images", ImagesWrite, Operator, Json -> Events;

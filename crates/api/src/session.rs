@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
 
 use crate::command::CommandEnd;
 use crate::error::Ended;
 use crate::id::{AppId, CommandId, ImageId, SandboxId, SessionId};
+use crate::workspace::{SessionWorkspace, WorkspaceChoice};
 
 /// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -43,11 +43,11 @@ pub struct CreateSession {
     /// Unique in its App, usable wherever an id is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
-    /// The durable directory. Absent or null: none.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub workspace: Option<Value>,
-    /// Whether it goes on without a Sandbox when that is given back, and gets a fresh one, with an empty disk, on the next
-    /// request. False where absent: then it ends.
+    /// The durable directory. Absent: one of its own; null: none.
+    #[serde(default, deserialize_with = "crate::workspace::given", skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<Option<WorkspaceChoice>>,
+    /// Without a Workspace: whether it goes on without a Sandbox when that is given back, and gets a fresh one, with an
+    /// empty disk, on the next request. False where absent: then it ends. With a Workspace it always goes on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reactivate: Option<bool>,
     /// Paths kept in the Workspace.
@@ -397,6 +397,12 @@ pub struct Session {
     /// What of it opens more than it seems to.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network_notes: Vec<String>,
+    /// Its durable directory.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<SessionWorkspace>,
+    /// Paths kept in it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub persist: Vec<String>,
     /// What runs once per activation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub setup: Option<Setup>,

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use pepo_api::{NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec};
+use pepo_api::{NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec, WorkspaceChoice, WorkspaceMode};
 
 /// A size in MiB: a bare number, or `512m`, `2G`, `1T` (powers of 1024).
 pub fn mebibytes(text: &str) -> Result<u32, String> {
@@ -103,6 +103,29 @@ pub fn service(text: &str) -> Result<pepo_api::ServiceSpec, String> {
         return Err(told());
     }
     Ok(pepo_api::ServiceSpec { name: name.into(), command: command.into(), port, ready: None, restart: None })
+}
+
+/// Which Workspace was asked for; `None`: none.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Workspace(pub Option<WorkspaceChoice>);
+
+/// `--workspace`: an id, a name, `own` or `none`, and `:ro` behind it.
+pub fn workspace(text: &str) -> Result<Workspace, String> {
+    let (which, mode) = match text.rsplit_once(':') {
+        Some((which, "ro")) => (which, Some(WorkspaceMode::Ro)),
+        Some((which, "rw")) => (which, Some(WorkspaceMode::Rw)),
+        Some((_, other)) => return Err(format!("`{other}` is neither ro nor rw")),
+        None => (text, None),
+    };
+    Ok(Workspace(match which {
+        "" => return Err("a Workspace's id or name, `own` or `none`".into()),
+        "none" => None,
+        "own" => Some(WorkspaceChoice { own: Some(true), mode, ..WorkspaceChoice::default() }),
+        which => match which.parse() {
+            Ok(id) => Some(WorkspaceChoice { id: Some(id), mode, ..WorkspaceChoice::default() }),
+            Err(_) => Some(WorkspaceChoice { name: Some(which.into()), mode, ..WorkspaceChoice::default() }),
+        },
+    }))
 }
 
 /// `--net`: `none`, `public`, or `allow=` and entries with commas between, each a preset, a name or a range, the latter two

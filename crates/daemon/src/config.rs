@@ -21,6 +21,7 @@ use crate::setup;
 
 use crate::capacity::Budget;
 use crate::preset::Presets;
+use crate::workspace::WorkspaceConfig;
 
 pub use network::{NetworkConfig, NetworkUse};
 pub use pool::{PoolConfig, PoolShape};
@@ -235,6 +236,8 @@ pub struct Config {
     pub network: NetworkConfig,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
+    /// Workspaces.
+    pub workspace: WorkspaceConfig,
     /// What of the store is kept.
     pub retention: Retention,
     /// Where metrics are asked for; `None` is nowhere.
@@ -368,6 +371,18 @@ const SETTINGS: &[Setting] = &[
     row("network.questions", "Questions for names of a Sandbox a second; twice that in a burst.", || "100".into()),
     row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
+    row("workspace.size", "Cap on the bytes of a Workspace that names none; sparse.", || "10g".into()),
+    row("workspace.max_files", "Cap on the files of a Workspace that names none.", || "1048576".into()),
+    row(
+        "workspace.budget",
+        "What the caps of all Workspaces may add up to; empty: no limit, since they are sparse.",
+        String::new,
+    ),
+    row(
+        "workspace.directories",
+        "Directories that a Workspace may be in, as `name=/path, other=/path`: NFS and the like. Caps are not kept there.",
+        String::new,
+    ),
     row(
         "network.dns",
         "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
@@ -386,6 +401,23 @@ const SETTINGS: &[Setting] = &[
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
+
+/// `name=/path, other=/path`.
+fn directories(text: &str) -> Result<BTreeMap<String, PathBuf>, String> {
+    let mut all = BTreeMap::new();
+    for entry in text.split(',').map(str::trim).filter(|entry| !entry.is_empty()) {
+        let (name, path) = entry.split_once('=').ok_or("expected `name=/path, other=/path`")?;
+        let (name, path) = (name.trim(), Path::new(path.trim()));
+        let plain = path.components().skip(1).all(|part| matches!(part, std::path::Component::Normal(_)));
+        if name.is_empty() || !path.is_absolute() || path.parent().is_none() || !plain {
+            return Err(format!("`{entry}` is not a name and a plain absolute path"));
+        }
+        if all.insert(name.to_owned(), path.to_owned()).is_some() {
+            return Err(format!("`{name}` is listed twice"));
+        }
+    }
+    Ok(all)
+}
 
 /// Processors this host may use.
 pub fn cores() -> usize {
@@ -645,6 +677,15 @@ impl Raw {
             setup_url: self.get("setup.url", url)?,
             network,
             mirror: self.get("images.mirror", mirror)?,
+            workspace: WorkspaceConfig {
+                size_mib: self.get("workspace.size", size_mib)?,
+                max_files: self.get("workspace.max_files", |text| number(text, 1024, 1_000_000_000))?,
+                budget_mib: self.get("workspace.budget", |text| match text {
+                    "" => Ok(None),
+                    text => size_mib(text).map(Some),
+                })?,
+                directories: self.get("workspace.directories", directories)?,
+            },
             retention: Retention {
                 records: self.get("store.retention", |text| duration(text).and_then(positive))?,
                 audit: self.get("store.audit_retention", |text| duration(text).and_then(positive))?,

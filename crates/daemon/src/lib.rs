@@ -33,6 +33,7 @@ pub mod signal;
 pub mod store;
 pub mod text;
 pub mod usage;
+pub mod workspace;
 
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
@@ -56,6 +57,7 @@ use image::left::Builds;
 use server::{Listener, Streams};
 use session::{Error, Files, FindImage, Sessions};
 use store::{Actor, KeySpec, NewKey, Store, Write};
+use workspace::Workspaces;
 
 /// How long the end of all Sandboxes may take.
 const DRAIN: Duration = Duration::from_secs(75);
@@ -174,15 +176,9 @@ impl Pepod {
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
         let watched = pool.clone();
-        let sessions = Sessions::new(
-            store.clone(),
-            host.clone(),
-            finder(&images, vmm),
-            config.sandbox.clone(),
-            pool,
-            vmm,
-            network,
-        );
+        let workspaces = Workspaces::new(store.clone(), host.clone(), config.workspace.clone());
+        let (find, settings) = (finder(&images, vmm), config.sandbox.clone());
+        let sessions = Sessions::new(workspaces, find, settings, pool, vmm, network);
         let pepod = Pepod(Arc::new(Parts {
             guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
             config,
@@ -201,6 +197,8 @@ impl Pepod {
         }));
         let same_boot = pepod.same_boot().await?;
         let returning = pepod.sessions().resume(same_boot).await.context("cannot take up what was before")?;
+        let live = |id| pepod.sessions().by_id(id).is_some();
+        pepod.workspaces().tidy(live).await.context("cannot look at the Workspaces")?;
         let key = pepod.first_key().await?;
         for (socket, listener) in [(operator, Listener::Operator), (edge, Listener::Edge { uid: edge_uid })] {
             socket.set_nonblocking(true)?;
@@ -408,6 +406,11 @@ impl Pepod {
         let files = tokio::task::spawn_blocking(move || places::left_files(&state, builds, act, &owner));
         left.extend(files.await.unwrap_or_default());
         Ok(left)
+    }
+
+    /// Workspaces.
+    pub fn workspaces(&self) -> &Workspaces {
+        self.sessions().workspaces()
     }
 
     /// All Sessions.

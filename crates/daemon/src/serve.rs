@@ -89,7 +89,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
                 qemu: None,
                 firecracker: None,
                 mkfs,
-                directories: Default::default(),
+                directories: config.workspace.directories.clone(),
                 network: network.map(|network| network.settings),
             };
             let ended = pepo_sandbox::host::run(socket, host);

@@ -113,6 +113,8 @@ pub struct Agent {
     users: Rc<Users>,
     image_env: RefCell<Environment>,
     activation: RefCell<Option<Vec<Variable>>>,
+    /// Where the first tree of the host's is mounted: commands begin there.
+    place: RefCell<Option<String>>,
     ops: RefCell<HashMap<OpId, Rc<Op>>>,
     ended: RefCell<VecDeque<OpId>>,
     running: Cell<usize>,
@@ -169,6 +171,7 @@ async fn serve(listener: OwnedFd, mut settings: Settings) -> io::Result<()> {
         users: Rc::new(Users::new(Path::new("/"))),
         image_env: RefCell::default(),
         activation: RefCell::new(None),
+        place: RefCell::new(None),
         ops: RefCell::default(),
         ended: RefCell::default(),
         running: Cell::new(0),
@@ -292,6 +295,11 @@ impl Agent {
     /// What Activate added to every command's environment.
     pub fn activation_env(&self) -> Vec<Variable> {
         self.activation.borrow().clone().unwrap_or_default()
+    }
+
+    /// Where a command begins that says nothing about it; at home where this says nothing either.
+    pub fn place(&self) -> Option<String> {
+        self.place.borrow().clone()
     }
 
     /// The Image's environment.
@@ -484,6 +492,7 @@ impl Agent {
             return stream.end(failed(FailureCode::Invalid, "only a guest can mount a tree")).await;
         }
         self.settle().await;
+        let path = wanted.path.clone();
         let mounted = spawn_blocking(move || share::mount_tree(&wanted)).await;
         let mounted = mounted.unwrap_or_else(|_| Err(failed(FailureCode::Io, "the tree was not mounted")));
         let fuse = match mounted {
@@ -493,6 +502,7 @@ impl Agent {
         if stream.send(Frame::Accepted).await.is_err() {
             return;
         }
+        self.place.borrow_mut().get_or_insert(path);
         let (socket, input) = stream.into_parts();
         let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
         // Without a thread both ends close here, which the host sees.

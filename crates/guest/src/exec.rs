@@ -461,7 +461,8 @@ async fn start(agent: &Rc<Agent>, op: &Op, exec: &Exec, mut environment: Environ
     }
     own.add(&exec.env)?;
     let tree = Rc::new(agent.trees.plant().map_err(io)?);
-    let launch = Launch::new(&exec.argv, &own, exec.cwd.as_deref(), &user, tree.mark())?;
+    let cwd = exec.cwd.clone().or_else(|| agent.place());
+    let launch = Launch::new(&exec.argv, &own, cwd.as_deref(), &user, tree.mark())?;
 
     let mut feed = None;
     let (stdio, out, err) = match exec.pty {

@@ -197,7 +197,7 @@ async fn start(agent: &Rc<Agent>, user: &User) -> Result<Bash, Outcome> {
     environment.add(&agent.activation_env())?;
     let home = agent.trees.plant().map_err(trouble)?;
     let argv = ["bash", "--noprofile", "--norc", "+H", "-i"].map(str::to_owned);
-    let launch = Launch::new(&argv, &environment, None, user, home.mark())?;
+    let launch = Launch::new(&argv, &environment, agent.place().as_deref(), user, home.mark())?;
     let pipe = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|error| trouble(error.into()));
     let ((input, lines), (reports, report)) = (pipe()?, pipe()?);
     for fd in [&lines, &reports] {

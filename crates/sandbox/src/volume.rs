@@ -7,8 +7,8 @@
 //!
 //! ```text
 //! <state>/volumes/<hex>/volume.json   what it was asked to be, and under which ids its files are stored
-//!                       image         ext4, sparse
-//! image ─▶ loop device (goes with its last user) ─▶ ext4 ─▶ a mount for each server, by descriptor
+//!                       tree.ext4     sparse
+//! tree.ext4 ─▶ loop device (goes with its last user) ─▶ ext4 ─▶ a mount for each server, by descriptor
 //! ```
 //! Called by the privileged side alone, one request about a tree at a time.
 
@@ -45,7 +45,7 @@ pub const USER: u32 = 1000;
 const DIRECTORY: &str = "volumes";
 
 /// In a tree's directory.
-const IMAGE: &str = "image";
+const DISK: &str = "tree.ext4";
 const RECORD: &str = "volume.json";
 
 /// The longest record that is read back.
@@ -112,7 +112,7 @@ fn at<E: Into<io::Error>>(step: impl Into<String>) -> impl FnOnce(E) -> Error {
 #[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
 pub enum Medium {
     /// A file system of its own.
-    Image {
+    Disk {
         /// Cap on its bytes, in MiB.
         mib: u64,
         /// Cap on its files, directories and links.
@@ -146,7 +146,7 @@ impl VolumePlan {
         if self.owner >= UidBlock::TREES {
             return Err(Error::Plan(format!("owner {} is not below {}", self.owner, UidBlock::TREES)));
         }
-        if let Medium::Image { mib, files } = self.medium {
+        if let Medium::Disk { mib, files } = self.medium {
             for (field, value, range) in [("mib", mib, &VOLUME_MIB), ("files", files, &VOLUME_FILES)] {
                 if !range.contains(&value) {
                     let (low, high) = (range.start(), range.end());
@@ -295,15 +295,15 @@ impl Volumes {
 
     fn fill(&self, plan: &VolumePlan, first_uid: u32, new: &Path) -> Result<(), Error> {
         match &plan.medium {
-            Medium::Image { mib, files } => {
-                let image = new.join(IMAGE);
-                let step = || format!("make {}", image.display());
+            Medium::Disk { mib, files } => {
+                let backing = new.join(DISK);
+                let step = || format!("make {}", backing.display());
                 let file = File::options()
                     .read(true)
                     .write(true)
                     .create_new(true)
                     .mode(0o600)
-                    .open(&image)
+                    .open(&backing)
                     .map_err(at(step()))?;
                 let template = self.template(*mib, *files, first_uid)?;
                 disk::copy(&template, &file).map_err(at(step()))?;
@@ -428,7 +428,7 @@ impl Volumes {
             Err(error) => return Err(at(format!("run {}", self.mkfs.display()))(error)),
         }
         // What mkfs puts into every file system is nobody's here and would be seen by everybody.
-        let mounted = mount_image(&file, Access::Writable).map_err(at(format!("mount {}", path.display())))?;
+        let mounted = mount_disk(&file, Access::Writable).map_err(at(format!("mount {}", path.display())))?;
         match rustix::fs::unlinkat(&mounted, "lost+found", AtFlags::REMOVEDIR) {
             Ok(()) | Err(rustix::io::Errno::NOENT) => {}
             Err(error) => return Err(at(step())(error)),
@@ -454,9 +454,9 @@ impl Volumes {
             return Err(Error::Ids { id, stored: first_uid, ours });
         }
         let mount = match &plan.medium {
-            Medium::Image { .. } => {
-                let image = self.open_image(id)?;
-                mount_image(&image, access).map_err(at(format!("mount {id}")))?
+            Medium::Disk { .. } => {
+                let backing = self.open_disk(id)?;
+                mount_disk(&backing, access).map_err(at(format!("mount {id}")))?
             }
             Medium::Directory { name } => {
                 let above = self.listed(name)?;
@@ -472,8 +472,8 @@ impl Volumes {
         Ok(Mounted { mount, first_uid })
     }
 
-    fn open_image(&self, id: VolumeId) -> Result<File, Error> {
-        let path = self.place(id).join(IMAGE);
+    fn open_disk(&self, id: VolumeId) -> Result<File, Error> {
+        let path = self.place(id).join(DISK);
         let step = || format!("open {}", path.display());
         let file = File::options()
             .read(true)
@@ -499,8 +499,8 @@ impl Volumes {
         let mounted = self.mount_now(id, Access::Writable)?;
         let space = rustix::fs::fstatvfs(&mounted.mount).map_err(at(format!("look at {id}")))?;
         let (capped, allocated) = match record.plan.medium {
-            Medium::Image { .. } => {
-                (true, self.open_image(id)?.metadata().map_err(at(format!("look at {id}")))?.blocks() * 512)
+            Medium::Disk { .. } => {
+                (true, self.open_disk(id)?.metadata().map_err(at(format!("look at {id}")))?.blocks() * 512)
             }
             Medium::Directory { .. } => (false, 0),
         };
@@ -526,7 +526,7 @@ impl Volumes {
         let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
         let root = rustix::fs::openat(&mounted.mount, ".", flags, Mode::empty()).map_err(at(format!("open {id}")))?;
         rustix::fs::syncfs(&root).map_err(at(format!("flush {id}")))?;
-        if matches!(record.plan.medium, Medium::Image { .. }) {
+        if matches!(record.plan.medium, Medium::Disk { .. }) {
             match sys::disk::trim(root.as_fd()) {
                 // A disk below that knows no holes keeps what it has: only room is lost.
                 Ok(_) => {}
@@ -546,24 +546,24 @@ impl Volumes {
         let turn = self.turn(id);
         let _turn = lock(&turn);
         let Record { mut plan, first_uid } = self.record(id)?;
-        let Medium::Image { mib: now, files } = plan.medium else {
+        let Medium::Disk { mib: now, files } = plan.medium else {
             return Err(Error::Plan("a directory of the operator's has no cap to change".to_owned()));
         };
-        plan.medium = Medium::Image { mib, files };
+        plan.medium = Medium::Disk { mib, files };
         plan.check()?;
         if mib < now {
             return Err(Error::Plan(format!("it has {now} MiB: a tree grows and does not shrink")));
         }
-        let image = self.open_image(id)?;
-        if device_of(&image).map_err(at("look for its disk"))?.is_some() {
+        let backing = self.open_disk(id)?;
+        if device_of(&backing).map_err(at("look for its disk"))?.is_some() {
             return Err(Error::InUse(id));
         }
         if mib > now {
-            image.set_len(size(mib, files)).map_err(at(format!("grow {id}")))?;
+            backing.set_len(size(mib, files)).map_err(at(format!("grow {id}")))?;
             let program = self.mkfs.with_file_name("resize2fs");
             let ran = Command::new(&program)
                 .arg("-f")
-                .arg(self.place(id).join(IMAGE))
+                .arg(self.place(id).join(DISK))
                 .env_clear()
                 .stdin(Stdio::null())
                 .output()
@@ -572,7 +572,7 @@ impl Volumes {
                 let said: String = String::from_utf8_lossy(&ran.stderr).trim().chars().take(400).collect();
                 return Err(disk::Error::Mkfs { program, said }.into());
             }
-            image.sync_all().map_err(at(format!("grow {id}")))?;
+            backing.sync_all().map_err(at(format!("grow {id}")))?;
         }
         let path = self.place(id).join(RECORD);
         let new = self.place(id).join(format!("{RECORD}.new"));
@@ -601,11 +601,11 @@ impl Volumes {
         };
         let mut freed = 0;
         match &record.plan.medium {
-            Medium::Image { .. } => match self.open_image(id) {
-                Ok(image) => {
+            Medium::Disk { .. } => match self.open_disk(id) {
+                Ok(backing) => {
                     // A server that has just ended lets go of it in a moment.
-                    self.wait_until_quiet(&image).map_err(|_| Error::InUse(id))?;
-                    freed = image.metadata().map(|meta| meta.blocks() * 512).unwrap_or(0);
+                    self.wait_until_quiet(&backing).map_err(|_| Error::InUse(id))?;
+                    freed = backing.metadata().map(|meta| meta.blocks() * 512).unwrap_or(0);
                 }
                 Err(Error::Step { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
                 Err(error) => return Err(error),
@@ -651,9 +651,9 @@ impl Volumes {
         }
     }
 
-    fn wait_until_quiet(&self, image: &File) -> io::Result<()> {
+    fn wait_until_quiet(&self, backing: &File) -> io::Result<()> {
         let deadline = Instant::now() + QUIET_WITHIN;
-        while device_of(image)?.is_some() {
+        while device_of(backing)?.is_some() {
             if Instant::now() >= deadline {
                 return Err(io::ErrorKind::TimedOut.into());
             }
@@ -697,8 +697,8 @@ fn forget_oldest(directory: &Path) -> io::Result<()> {
 
 /// The loop device that has this file as its disk, if one does. Looked for among all there are: no record of ours can be
 /// wrong about it.
-fn device_of(image: &File) -> io::Result<Option<(OwnedFd, PathBuf)>> {
-    let meta = image.metadata()?;
+fn device_of(backing: &File) -> io::Result<Option<(OwnedFd, PathBuf)>> {
+    let meta = backing.metadata()?;
     for entry in fs::read_dir("/sys/block")? {
         let name = entry?.file_name();
         let Some(name) = name.to_str().filter(|name| name.starts_with("loop")) else { continue };
@@ -723,12 +723,12 @@ fn open_device(path: &Path) -> io::Result<OwnedFd> {
     }
 }
 
-/// Mounts an image, by way of a loop device that goes with its last mount. The caller has the image's turn.
-fn mount_image(image: &File, access: Access) -> io::Result<OwnedFd> {
-    // Held until it is mounted: a device that nobody has open is not the image's any more.
-    let (_device, path) = match device_of(image)? {
+/// Mounts a tree's file, by way of a loop device that goes with its last mount. The caller has the tree's turn.
+fn mount_disk(backing: &File, access: Access) -> io::Result<OwnedFd> {
+    // Held until it is mounted: a device that nobody has open is not the tree's any more.
+    let (_device, path) = match device_of(backing)? {
         Some(found) => found,
-        None => attach(image)?,
+        None => attach(backing)?,
     };
     let fs = rustix::mount::fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC)?;
     rustix::mount::fsconfig_set_string(&fs, "source", &path)?;
@@ -743,7 +743,7 @@ fn mount_image(image: &File, access: Access) -> io::Result<OwnedFd> {
     Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
 }
 
-fn attach(image: &File) -> io::Result<(OwnedFd, PathBuf)> {
+fn attach(backing: &File) -> io::Result<(OwnedFd, PathBuf)> {
     let control = rustix::fs::open("/dev/loop-control", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
     let mut last = io::Error::from(io::ErrorKind::ResourceBusy);
     for _ in 0..LOOPS {
@@ -761,8 +761,8 @@ fn attach(image: &File) -> io::Result<(OwnedFd, PathBuf)> {
         let device = open_device(&path)?;
         // Without a second copy in memory where the file system below can do that.
         let configured =
-            sys::disk::configure(device.as_fd(), image.as_fd(), true).or_else(|error| match error.raw_os_error() {
-                Some(libc::EINVAL) => sys::disk::configure(device.as_fd(), image.as_fd(), false),
+            sys::disk::configure(device.as_fd(), backing.as_fd(), true).or_else(|error| match error.raw_os_error() {
+                Some(libc::EINVAL) => sys::disk::configure(device.as_fd(), backing.as_fd(), false),
                 _ => Err(error),
             });
         match configured {
@@ -780,7 +780,7 @@ mod tests {
     use super::*;
 
     fn plan(mib: u64, files: u64) -> VolumePlan {
-        VolumePlan { id: VolumeId::new([7; 16]), owner: 0, medium: Medium::Image { mib, files } }
+        VolumePlan { id: VolumeId::new([7; 16]), owner: 0, medium: Medium::Disk { mib, files } }
     }
 
     #[test]

@@ -12,15 +12,16 @@ use super::attach::{self, Attachment};
 use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
-    ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, RemoveApp, ShowCommand, ShowConsole,
-    ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath, WriteFile, WriteStdin,
+    ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, ListWorkspaces, RemoveApp,
+    RemoveWorkspace, ShowCommand, ShowConsole, ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath, WriteFile,
+    WriteStdin,
 };
 use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
-    CreateSession, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event, FeedEvent, FileChange, FileEntry,
-    FileList, Health, Image, Key, MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages, RenameFile, RotateKey,
-    SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp,
-    UpdateSession, UsageReport, Version, route,
+    CreateSession, CreateWorkspace, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event, FeedEvent,
+    FileChange, FileEntry, FileList, Health, Image, Key, MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages,
+    RemovedWorkspace, RenameFile, RotateKey, SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent,
+    SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, UpdateWorkspace, UsageReport, Version, Workspace, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -97,6 +98,37 @@ impl Client {
         let call = self.request(&route::session_console, &[("session", session)])?.with_query(query)?;
         let stream = self.bytes(call).await?;
         Ok(if query.follow == Some(true) { stream.without_idle_limit() } else { stream })
+    }
+
+    /// Makes a Workspace.
+    pub async fn workspace_create(&self, body: &CreateWorkspace) -> Result<Workspace, ClientError> {
+        self.json(self.request(&route::workspace_create, &[])?.with_json(body)?.waiting(60)).await
+    }
+
+    /// A page of Workspaces.
+    pub async fn workspace_list(&self, query: &ListWorkspaces) -> Result<Page<Workspace>, ClientError> {
+        self.json(self.request(&route::workspace_list, &[])?.with_query(query)?).await
+    }
+
+    /// One Workspace, by id or name, with what it uses.
+    pub async fn workspace_show(&self, workspace: &str) -> Result<Workspace, ClientError> {
+        self.json(self.request(&route::workspace_show, &[("workspace", workspace)])?.waiting(60)).await
+    }
+
+    /// Changes a Workspace.
+    pub async fn workspace_update(&self, workspace: &str, body: &UpdateWorkspace) -> Result<Workspace, ClientError> {
+        let call = self.request(&route::workspace_update, &[("workspace", workspace)])?.with_json(body)?;
+        self.json(call.waiting(120)).await
+    }
+
+    /// Removes a Workspace with all its files.
+    pub async fn workspace_remove(
+        &self,
+        workspace: &str,
+        query: &RemoveWorkspace,
+    ) -> Result<RemovedWorkspace, ClientError> {
+        let call = self.request(&route::workspace_remove, &[("workspace", workspace)])?.with_query(query)?;
+        self.json(call.waiting(LONG)).await
     }
 
     /// Runs a command and waits as it says; `state` tells whether that was enough.

@@ -38,13 +38,14 @@ pub struct Shape {
     pub labels: Vec<(String, String)>,
     #[arg(short = 'v', long = "volume", hide = true, value_parser = later)]
     volume: Option<String>,
-    #[arg(long, hide = true, value_parser = later)]
-    workspace: Option<String>,
+    /// The Workspace at /workspace, by id or name (`:ro` behind it: read-only), `own` or `none`
+    #[arg(long, value_name = "WSP", value_parser = value::workspace)]
+    pub workspace: Option<value::Workspace>,
 }
 
 /// Refuses what a later release brings.
 fn later(_: &str) -> Result<String, String> {
-    Err("this does not exist in this release: Workspaces and host directories are not there yet".into())
+    Err("this does not exist in this release: host directories are not there yet".into())
 }
 
 impl Shape {
@@ -56,6 +57,7 @@ impl Shape {
             memory_mib: self.memory,
             disk_mib: self.disk,
             network: self.net.clone(),
+            workspace: self.workspace.clone().map(|value::Workspace(choice)| choice),
             name: self.name.clone(),
             labels: self.labels.iter().cloned().collect(),
             ..CreateSession::default()

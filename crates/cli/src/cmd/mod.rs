@@ -25,6 +25,7 @@ mod sweep;
 mod up;
 mod usage;
 mod version;
+mod workspace;
 
 use std::ffi::OsString;
 
@@ -74,6 +75,9 @@ enum Verb {
     Logs(logs::Logs),
     /// Copy files between here and a Session
     Cp(cp::Cp),
+    /// Make, look at, change and remove Workspaces
+    #[command(subcommand, visible_alias = "workspaces")]
+    Workspace(workspace::Workspace),
     /// Build, look at and remove Images
     #[command(subcommand, visible_alias = "images")]
     Image(image::Image),
@@ -136,6 +140,7 @@ impl Cli {
             Verb::Shell(verb) => verb.run(place()?).await,
             Verb::Logs(verb) => verb.run(place()?).await,
             Verb::Cp(verb) => verb.run(place()?).await,
+            Verb::Workspace(verb) => verb.run(place()?).await,
             Verb::Image(verb) => verb.run(place()?).await,
             Verb::App(verb) => verb.run(place()?).await,
             Verb::Key(verb) => verb.run(place()?).await,
@@ -197,12 +202,9 @@ mod tests {
         assert!(net.contains("`lan` is not a network policy"), "{net}");
         let key = refusal(&["pepo", "run", "--key=k", "--", "true"]);
         assert!(key.contains("pepo session create --key"), "{key}");
-        for flag in ["-v=/x:/y", "--workspace=w"] {
+        for flag in ["-v=/x:/y"] {
             let text = refusal(&["pepo", "run", flag, "--", "true"]);
             assert!(text.contains("does not exist in this release"), "{flag}: {text}");
-        }
-        for verb in ["workspace"] {
-            assert!(refusal(&["pepo", verb]).contains("unrecognized subcommand"), "{verb}");
         }
     }
 

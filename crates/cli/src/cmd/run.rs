@@ -97,6 +97,8 @@ impl Run {
         };
         let mut request = self.shape.request();
         request.keep_alive_seconds = Some(self.keep_alive.unwrap_or(0).max(KEPT));
+        // What is run once leaves nothing behind, unless it is given a place.
+        request.workspace.get_or_insert(None);
         let id = command.id.unwrap_or_else(CommandId::generate);
 
         // Not given up half-way: what was made must be known to be ended.

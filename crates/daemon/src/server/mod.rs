@@ -22,6 +22,7 @@ mod operator;
 mod session;
 mod settings;
 mod usage;
+mod workspace;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -208,6 +209,7 @@ impl From<Error> for Problem {
             Error::NotStarted { message, exit_code: 127 } => ApiError::new(ErrorCode::CommandNotFound, message),
             Error::NotStarted { message, .. } => ApiError::new(ErrorCode::CommandNotStarted, message),
             Error::OutputGone(_) => ApiError::new(ErrorCode::OutputGone, text),
+            Error::Workspace(error) => return Problem::from(error),
             Error::Guest(error) => guest_error(error, text),
             Error::Store(store::Error::Quota(quota)) => ApiError::new(ErrorCode::TooManyRequests, text)
                 .hint("end what is not needed any more, or ask the operator for a larger quota")
@@ -315,6 +317,7 @@ fn routes() -> Routes {
     command::register(&mut routes);
     attach::register(&mut routes);
     files::register(&mut routes);
+    workspace::register(&mut routes);
     image::register(&mut routes);
     feed::register(&mut routes);
     app::register(&mut routes);

@@ -9,8 +9,8 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
 use pepo_api::{
-    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionStats, UpdateSession,
-    route,
+    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionStats, SessionWorkspace,
+    UpdateSession, route,
 };
 
 use pepo_sandbox::net::Traffic;
@@ -20,6 +20,7 @@ use super::{Call, Json, Problem, Query, Routes};
 use crate::session::state::Cause;
 use crate::session::{Error, Found, Opened, Published, Services, Session as Handle};
 use crate::store::{Filter, SessionRow};
+use crate::workspace::{PATH, Use};
 use crate::{Pepod, network};
 
 /// Rows looked at for one page, where a filter lets few through.
@@ -179,7 +180,11 @@ async fn terminate(State(pepod): State<Pepod>, call: Call, Path(which): Path<Str
                 tokio::spawn(async move { session.terminate(Cause::plain(Reason::Operator)).await })
             };
             let now = ending.await.unwrap_or_else(|_| session.now());
-            Ok(with_activation(now.activation, axum::Json(shown(&session, &now))))
+            let mut shown = shown(&session, &now);
+            if let Some(workspace) = &mut shown.workspace {
+                workspace.freed_bytes = pepod.workspaces().freed(workspace.id);
+            }
+            Ok(with_activation(now.activation, axum::Json(shown)))
         }
         Found::Ended(row) => Ok(with_activation(row.activation, axum::Json(shown_row(*row)))),
     }
@@ -338,6 +343,18 @@ pub(super) fn with_activation(activation: u64, answer: impl IntoResponse) -> Res
     response
 }
 
+/// A Session's Workspace as the API shows it.
+fn in_use(used: &Use) -> SessionWorkspace {
+    SessionWorkspace {
+        id: used.id,
+        path: PATH.to_owned(),
+        mode: used.mode,
+        own: used.own,
+        keep: used.keep,
+        freed_bytes: None,
+    }
+}
+
 /// A live Session as the API shows it.
 pub(super) fn shown(session: &Handle, now: &Published) -> Session {
     Session {
@@ -360,6 +377,8 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         services: now.spec.services.clone(),
         network_notes: network::notes(&now.spec.network),
         network: now.spec.network.clone(),
+        workspace: now.spec.workspace.as_ref().map(in_use),
+        persist: now.spec.persist.clone(),
         env: now.spec.env.clone(),
         labels: now.spec.labels.clone(),
         created_at: session.created_at(),
@@ -393,6 +412,8 @@ fn shown_row(row: SessionRow) -> Session {
         services: row.spec.services,
         network_notes: network::notes(&row.spec.network),
         network: row.spec.network,
+        workspace: row.spec.workspace.as_ref().map(in_use),
+        persist: row.spec.persist,
         env: row.spec.env,
         labels: row.spec.labels,
         created_at: row.created_at,

@@ -3,11 +3,12 @@
 
 use std::collections::BTreeMap;
 
-use pepo_api::{CreateSession, ErrorCode, ImageId, NetworkSpec, ServiceSpec, Setup, UpdateSession};
+use pepo_api::{CreateSession, ErrorCode, ImageId, NetworkSpec, ServiceSpec, Setup, UpdateSession, WorkspaceChoice};
 use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan;
 
 use super::{Call, Problem, app};
+use crate::config::SandboxConfig;
 use crate::session::{Error, NewSession, Spec, Update};
 use crate::{Pepod, network};
 
@@ -37,18 +38,15 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         true => Err(Problem::unsupported(param, format!("this release has no {why}; leave `{param}` out"))),
         false => Ok(()),
     };
-    absent(
-        "workspace",
-        workspace.is_some_and(|value| !value.is_null()),
-        "Workspaces; `reactivate` gives a Session a second life on an empty disk",
-    )?;
-    absent("persist", persist.is_some_and(|paths| !paths.is_empty()), "Workspaces to keep paths in")?;
     absent("secrets", secrets.is_some_and(|secrets| !secrets.is_empty()), "encrypted secrets")?;
     let network = network.unwrap_or_else(|| network::unnamed(pepod.sessions().network()));
     meant(pepod, &network)?;
     let config = pepod.sessions().config();
     let of_app = pepod.apps().get(call.app).map(|app| app.settings.clone()).unwrap_or_default();
     let (defaults, limits) = (of_app.defaults, of_app.limits);
+    let workspace = chosen(config, workspace)?;
+    let persist = persist.unwrap_or_default();
+    check_persist(&persist, workspace.is_some())?;
     if let Some(name) = &name {
         check_name(name)?;
     }
@@ -93,9 +91,51 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         setup,
         services,
         network,
+        workspace: None,
+        persist,
     };
     let expires_at = expires_seconds.and_then(expiry);
-    Ok(NewSession { app: call.app, spec, expires_at })
+    Ok(NewSession { app: call.app, spec, expires_at, workspace })
+}
+
+/// Which Workspace: its own where nothing is said, and none where that is said.
+fn chosen(config: &SandboxConfig, given: Option<Option<WorkspaceChoice>>) -> Result<Option<WorkspaceChoice>, Problem> {
+    match given {
+        Some(None) => Ok(None),
+        // The guest is a process of this host, which mounts nothing.
+        #[cfg(feature = "fake")]
+        None if config.vmm == crate::config::VmmChoice::Fake => Ok(None),
+        #[cfg(feature = "fake")]
+        Some(Some(_)) if config.vmm == crate::config::VmmChoice::Fake => {
+            Err(Problem::unsupported("workspace", "a guest that is a process of this host can mount nothing"))
+        }
+        None => {
+            let _ = config;
+            Ok(Some(WorkspaceChoice { own: Some(true), ..WorkspaceChoice::default() }))
+        }
+        Some(Some(choice)) => Ok(Some(choice)),
+    }
+}
+
+fn check_persist(paths: &[String], has_workspace: bool) -> Result<(), Problem> {
+    if !paths.is_empty() && !has_workspace {
+        return Err(Problem::invalid("persist", "paths are kept in a Workspace, and this Session has none"));
+    }
+    if paths.len() > 32 {
+        return Err(Problem::invalid("persist", format!("{} paths; at most 32", paths.len())));
+    }
+    for path in paths {
+        let below = path.strip_prefix("~/").or_else(|| path.strip_prefix('/'));
+        let plain = below.is_some_and(|below| {
+            !below.is_empty() && below.split('/').all(|part| !part.is_empty() && part != "." && part != "..")
+        });
+        if !plain || path.len() > 1024 || path.contains('\0') || path.starts_with("/workspace") {
+            let message =
+                format!("`{}` is not `~/…` or a plain absolute path outside of /workspace", path.escape_debug());
+            return Err(Problem::invalid("persist", message));
+        }
+    }
+    Ok(())
 }
 
 /// What an update asks for, or what is wrong with it.
@@ -147,6 +187,12 @@ pub(super) fn same(asked: &CreateSession, spec: &Spec) -> Result<(), Error> {
         ("setup", asked.setup.as_ref().map(json), json(&spec.setup)),
         ("services", asked.services.as_ref().map(json), json(&spec.services)),
         ("network", asked.network.as_ref().map(json), json(&spec.network)),
+        ("persist", asked.persist.as_ref().map(json), json(&spec.persist)),
+        (
+            "workspace",
+            asked.workspace.as_ref().and_then(|choice| differs(choice.as_ref(), spec)),
+            json(&spec.workspace),
+        ),
     ];
     for (field, wanted, has) in settings {
         if let Some(wanted) = wanted.filter(|wanted| *wanted != has) {
@@ -154,6 +200,25 @@ pub(super) fn same(asked: &CreateSession, spec: &Spec) -> Result<(), Error> {
         }
     }
     Ok(())
+}
+
+/// What was asked for, where it is another Workspace than the Session's. One by name is as its id once was.
+fn differs(choice: Option<&WorkspaceChoice>, spec: &Spec) -> Option<serde_json::Value> {
+    let same = match (choice, &spec.workspace) {
+        (None, None) => true,
+        (Some(choice), Some(used)) => {
+            let which = match choice.id {
+                Some(id) => id == used.id,
+                None => choice.name.is_some() != used.own,
+            };
+            which
+                && choice.mode.is_none_or(|mode| mode == used.mode)
+                && choice.keep.is_none_or(|keep| keep == used.keep)
+                && choice.if_busy.is_none_or(|if_busy| if_busy == used.if_busy)
+        }
+        _ => false,
+    };
+    (!same).then(|| serde_json::to_value(choice).unwrap_or_default())
 }
 
 /// A key that can stand in a path.

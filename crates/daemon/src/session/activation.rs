@@ -6,7 +6,7 @@
 use jiff::Timestamp;
 use pepo_api::{NetworkSpec, Reason};
 use pepo_sandbox::plan::Network as Interface;
-use pepo_sandbox::proto::{Activate, Network};
+use pepo_sandbox::proto::{Activate, Keep, Network};
 use pepo_sandbox::{Active, Exit, Warm, chain};
 use tokio_util::sync::CancellationToken;
 
@@ -90,6 +90,18 @@ async fn attempt(
 ) -> Result<Activated, Cause> {
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
+    let spec = session.now().spec;
+    let mounts = match &spec.workspace {
+        Some(used) => {
+            tokio::select! {
+                biased;
+                () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its Workspace was in use")),
+                attached = inner.workspaces.attach(tenure.sandbox, used) => attached.map_err(|error| failed(&error))?,
+            }
+            vec![inner.workspaces.mount(session.app(), used).await.map_err(|error| failed(&error))?]
+        }
+        None => Vec::new(),
+    };
     let (warm, committed, base) = match from {
         // What it used while it waited is nobody's.
         From::Warm { warm, committed } => {
@@ -152,8 +164,21 @@ async fn attempt(
         entropy,
         network,
     };
-    let active = warm.activate(activate, Vec::new(), cancel).await.map_err(|error| boot_cause(&error))?;
-    Ok(Activated { active, said })
+    let active = warm.activate(activate, mounts, cancel).await.map_err(|error| boot_cause(&error))?;
+    if spec.persist.is_empty() {
+        return Ok(Activated { active, said });
+    }
+    let keep = Keep { top: crate::workspace::KEPT.to_owned(), paths: spec.persist.clone(), user: None };
+    match active.guest().keep(keep).await {
+        Ok(()) => Ok(Activated { active, said }),
+        Err(error) => {
+            let exit = active.stop(std::time::Duration::ZERO).await;
+            if let Err(error) = exit.released {
+                tracing::error!(sandbox = %id, %error, "not everything was given back");
+            }
+            Err(failed(&error))
+        }
+    }
 }
 
 /// Puts a Session's network policy in force in its Sandbox, where that has a network.

@@ -434,6 +434,11 @@ impl Driver {
             _ => None,
         };
         self.tell(&state);
+        if let State::Terminated(_) = &state
+            && let Some(used) = &self.session.now().spec.workspace
+        {
+            self.sessions.0.workspaces.session_ended(self.session.app(), used).await;
+        }
         if let Some(end) = &end {
             self.session.commands().sandbox_ended(end);
             if let Some(tenure) = self.session.now().state.tenure() {

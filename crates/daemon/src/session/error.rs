@@ -97,6 +97,9 @@ pub enum Error {
     /// The guest did not do it.
     #[error("the guest did not do it")]
     Guest(#[from] guest::Error),
+    /// Its Workspace.
+    #[error(transparent)]
+    Workspace(#[from] crate::workspace::Error),
     /// The store.
     #[error("the record could not be kept")]
     Store(#[source] store::Error),

@@ -32,6 +32,7 @@ use pepo_api::{Ended, ImageId, SandboxId, ServiceSpec, Setup};
 use pepo_sandbox::StatePath;
 use serde::{Deserialize, Serialize};
 
+use crate::workspace::Use;
 use handle::Ask;
 use state::{Cause, Lives};
 
@@ -84,12 +85,18 @@ pub struct Spec {
     /// What it may reach, as it was said.
     #[serde(default)]
     pub network: pepo_api::NetworkSpec,
+    /// Its Workspace; filled in when it is recorded.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace: Option<Use>,
+    /// Paths kept in it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub persist: Vec<String>,
 }
 
 impl Spec {
     /// What becomes of it when its Sandbox is given back: the one place that decides this.
     pub fn lives(&self) -> Lives {
-        if self.reactivate { Lives::Again } else { Lives::Once }
+        if self.reactivate || self.workspace.is_some() { Lives::Again } else { Lives::Once }
     }
 }
 

@@ -112,6 +112,9 @@ impl Sessions {
             kept.insert(id);
             // Counted before anybody else is admitted.
             let place = self.0.capacity.adopted(row.spec.needs());
+            if let Some(used) = &row.spec.workspace {
+                self.0.workspaces.attached_before(tenure.sandbox, used);
+            }
             let commands = self.0.store.running_commands(row.id)?;
             let (was, then, keep_until) = (row.state, then(&row), row.keep_until);
             let last = row.last_end.as_ref().map_or_else(|| Cause::plain(Reason::Unknown), super::cause);

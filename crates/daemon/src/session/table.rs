@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use pepo_api::{AppId, Ended, ImageId, Reason, SandboxId, SessionId};
+use pepo_api::{AppId, Ended, ImageId, Reason, SandboxId, SessionId, WorkspaceChoice};
 use pepo_sandbox::{Exit, Host, Vmm, Warm};
 use tokio::sync::{mpsc, watch};
 
@@ -20,6 +20,7 @@ use crate::egress::{Egress, Whose};
 use crate::network::Network;
 use crate::pool::{Claimed, Pool, Shape};
 use crate::store::{self, SessionRow, Store, Write};
+use crate::workspace::{Use, Workspaces};
 
 /// What a new Session needs to be made.
 #[derive(Debug)]
@@ -30,6 +31,8 @@ pub struct NewSession {
     pub spec: Spec,
     /// Its latest end.
     pub expires_at: Option<jiff::Timestamp>,
+    /// Which Workspace it gets.
+    pub workspace: Option<WorkspaceChoice>,
 }
 
 /// All Sessions that have not ended.
@@ -55,6 +58,7 @@ pub(super) struct Inner {
     pub(super) egress: Option<Egress>,
     pub(super) shelf: Shelf,
     pub(super) owed: Mutex<BTreeMap<SandboxId, String>>,
+    pub(super) workspaces: Workspaces,
 }
 
 impl std::fmt::Debug for Sessions {
@@ -66,14 +70,14 @@ impl std::fmt::Debug for Sessions {
 impl Sessions {
     /// An empty table.
     pub fn new(
-        store: Store,
-        host: Host,
+        workspaces: Workspaces,
         find_image: FindImage,
         config: SandboxConfig,
         pool: PoolConfig,
         vmm: Vmm,
         network: Option<Network>,
     ) -> Self {
+        let (store, host) = (workspaces.store().clone(), workspaces.host().clone());
         let floor = network.as_ref().map(|network| network.settings.floor.clone());
         Sessions(Arc::new(Inner {
             egress: floor.map(|floor| Egress::new(host.clone(), store.clone(), floor)),
@@ -92,6 +96,7 @@ impl Sessions {
             network,
             shelf: Shelf::default(),
             owed: Mutex::default(),
+            workspaces,
         }))
     }
 
@@ -161,6 +166,11 @@ impl Sessions {
         &self.0.config
     }
 
+    /// The Workspaces that they use.
+    pub fn workspaces(&self) -> &Workspaces {
+        &self.0.workspaces
+    }
+
     /// Output of commands whose Sandbox has gone.
     pub fn shelf(&self) -> &Shelf {
         &self.0.shelf
@@ -181,11 +191,17 @@ impl Sessions {
     }
 
     async fn make(&self, new: NewSession) -> Result<Session, Error> {
-        let NewSession { app, mut spec, expires_at } = new;
+        let NewSession { app, mut spec, expires_at, workspace } = new;
         // Whoever has too much already does not wait for more; what is written decides all the same.
         self.0.store.check_quota(app, spec.memory_mib, spec.cpus).await?;
         let mut room = self.room(app, spec.image.clone(), &spec).await?;
         spec.image_id = room.files.id;
+        let id = SessionId::generate();
+        spec.workspace = match &workspace {
+            Some(choice) => Some(self.0.workspaces.choose(app, id, choice).await?),
+            None => None,
+        };
+        let used = spec.workspace.clone();
         let published = Published {
             generation: 1,
             state: State::Requested,
@@ -198,10 +214,15 @@ impl Sessions {
             last_end: None,
             ended: None,
         };
-        let (session, asks) = self.handle(SessionId::generate(), app, store::now(), published);
+        let (session, asks) = self.handle(id, app, store::now(), published);
         let row = Box::new(session.row());
         match room.claim(session.id(), 1) {
-            None => self.0.store.write(Write::NewSession(row)).await?,
+            None => {
+                if let Err(error) = self.0.store.write(Write::NewSession(row)).await {
+                    self.unchoose(app, used).await;
+                    return Err(error.into());
+                }
+            }
             // One commit for both: a Session that begins warm waits for the disk once.
             Some(claim) => match self.0.store.write(Write::NewSessionOn(row, claim)).await {
                 Ok(()) => room.committed = true,
@@ -210,6 +231,7 @@ impl Sessions {
                         // Whose it is now is not known.
                         room.discard().await;
                     }
+                    self.unchoose(app, used).await;
                     return Err(error.into());
                 }
             },
@@ -218,6 +240,13 @@ impl Sessions {
         self.enter(&session);
         driver::spawn(self.clone(), session.clone(), asks, driver::Start::New(room));
         Ok(session)
+    }
+
+    /// No Session came of it: what was recorded as its own goes.
+    async fn unchoose(&self, app: AppId, used: Option<Use>) {
+        if let Some(used) = used {
+            self.0.workspaces.session_ended(app, &Use { keep: false, ..used }).await;
+        }
     }
 
     /// What a new Sandbox begins with: its Image's files, and room for it; where one like it waits in the pool, that one.
@@ -456,6 +485,7 @@ impl Sessions {
         self.unanswer(id);
         let api = sandbox_id(id);
         self.0.owed.lock().unwrap_or_else(PoisonError::into_inner).remove(&api);
+        self.0.workspaces.detach(api);
         self.0.store.write_later(Write::DropSandbox(api)).await;
     }
 

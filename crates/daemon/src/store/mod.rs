@@ -17,6 +17,7 @@ mod key;
 mod quota;
 mod session;
 mod usage;
+mod workspace;
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -32,6 +33,7 @@ pub(crate) use key::hex;
 pub use key::{KeyRow, KeySpec, NewKey};
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
 pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
+pub use workspace::{Budget, WorkspaceRow};
 
 /// Writes of one transaction at most.
 const GROUP: usize = 256;
@@ -86,6 +88,17 @@ pub enum Error {
     /// A quota of the App is used up.
     #[error("the quota `{}` is used up: {} of {}", .0.name, .0.used, .0.limit)]
     Quota(pepo_api::Quota),
+    /// All Workspaces together would have more than they may.
+    #[error("a Workspace of {wanted_mib} MiB has no room: {left_mib} MiB are left of what all may have")]
+    NoRoom {
+        /// What was asked for.
+        wanted_mib: u64,
+        /// What there is.
+        left_mib: u64,
+    },
+    /// No more Apps may have Workspaces.
+    #[error("{0} Apps have Workspaces already, which is all that this instance has ids for")]
+    NoOwner(u16),
     /// SQLite or the disk below it failed.
     #[error("store failed")]
     Sqlite(#[from] rusqlite::Error),
@@ -116,6 +129,8 @@ impl Error {
                 | Error::InUse(_)
                 | Error::Stale
                 | Error::Quota(_)
+                | Error::NoRoom { .. }
+                | Error::NoOwner(_)
         )
     }
 }
@@ -137,6 +152,12 @@ pub enum Write {
     DropSandbox(pepo_api::SandboxId),
     /// What a Sandbox has used.
     Usage(Sample, Purpose),
+    /// A new Workspace. Refused where its name is taken or there is no room.
+    NewWorkspace(Box<WorkspaceRow>, Budget),
+    /// The Workspace as it is now.
+    Workspace(Box<WorkspaceRow>),
+    /// That Workspace is gone.
+    DropWorkspace(pepo_api::WorkspaceId),
     /// A command that was asked for.
     NewCommand(Box<CommandRow>),
     /// The same, refused where its App's quota is used up.
@@ -235,7 +256,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION];
 
 impl Store {
     /// Opens the file, makes or migrates its schema, starts the writer.
@@ -477,6 +498,9 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             session::drop_sandbox(transaction, *id)
         }
         Write::Usage(sample, purpose) => usage::sample(transaction, sample, *purpose),
+        Write::NewWorkspace(row, budget) => workspace::insert(transaction, row, *budget),
+        Write::Workspace(row) => workspace::update(transaction, row),
+        Write::DropWorkspace(id) => workspace::remove(transaction, *id),
         Write::NewCommand(row) => command::insert(transaction, row),
         Write::CountedCommand(row) => {
             quota::command(transaction, row.session)?;

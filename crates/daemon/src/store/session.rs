@@ -313,6 +313,8 @@ pub(super) mod tests {
                 setup: None,
                 services: Vec::new(),
                 network: pepo_api::NetworkSpec::default(),
+                workspace: None,
+                persist: Vec::new(),
             },
             state: SessionState::Requested,
             generation: 1,

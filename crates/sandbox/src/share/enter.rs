@@ -93,9 +93,7 @@ fn begin(socket: &OwnedFd) -> Step<Running> {
     let handles = open_files.saturating_sub(room + BESIDE).saturating_sub(super::locks::MOST as u64).max(16);
     let nodes = step("look at the root", Nodes::new(root, room as usize, order.nodes))?;
     let tree = Tree::new(nodes, files, handles as usize, order.cache, order.proof.into_bytes());
-    let running = step("start threads", Running::begin(tree, stream, null))?;
-    step("forbid all other system calls", filter::enter())?;
-    Ok(running)
+    step("start threads under the system call filter", Running::begin(tree, stream, null, filter::enter))
 }
 
 /// Writes itself into every hierarchy and looks that it is there.

@@ -13,7 +13,7 @@ use seccompiler::{
 };
 
 /// Calls with any argument: each works on what the process has, below its root, or on itself.
-const ANY: [i64; 74] = [
+const ANY: [i64; 75] = [
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
@@ -54,6 +54,7 @@ const ANY: [i64; 74] = [
     libc::SYS_linkat,
     libc::SYS_symlinkat,
     libc::SYS_readlinkat,
+    libc::SYS_fchmod,
     libc::SYS_fchmodat,
     libc::SYS_fchownat,
     libc::SYS_utimensat,

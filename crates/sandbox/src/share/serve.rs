@@ -17,7 +17,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Barrier, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use fuse_backend_rs::api::server::Server;
@@ -181,19 +181,29 @@ fn answer(error: i32, unique: u64) -> [u8; ANSWER_HEAD] {
     answer
 }
 
-/// Begins to serve a tree on a stream. The threads run when this returns; [`Running::end`] waits for their end.
+/// A tree being served on a stream; [`Running::end`] waits for its end.
 pub(super) struct Running {
     over: Receiver<End>,
 }
 
 impl Running {
-    pub fn begin(tree: Tree, stream: OwnedFd, null: OwnedFd) -> io::Result<Self> {
+    /// Starts the threads, lets `lock_down` take away what they need no more once they run, and only then lets them look at
+    /// the stream.
+    pub fn begin(
+        tree: Tree,
+        stream: OwnedFd,
+        null: OwnedFd,
+        lock_down: impl FnOnce() -> io::Result<()>,
+    ) -> io::Result<Self> {
         let stream = UnixStream::from(stream);
         stream.set_nonblocking(false)?;
         stream.set_write_timeout(Some(UNREAD))?;
         let tree = Arc::new(tree);
         let (wake, woken) = sync_channel(1);
         let (over, ended) = sync_channel(WORKERS + 1);
+        // A thread's own start makes calls that it makes never again.
+        let started = Arc::new(Barrier::new(WORKERS + 2));
+        let go = Arc::new(Barrier::new(WORKERS + 2));
         let incoming = Incoming { stream: stream.try_clone()?, buffer: vec![0; 128 << 10], from: 0, to: 0 };
         let serving = Arc::new(Serving {
             server: Server::new(tree.clone()),
@@ -207,16 +217,23 @@ impl Running {
             over,
         });
         for number in 0..WORKERS {
-            let serving = serving.clone();
+            let (serving, started, go) = (serving.clone(), started.clone(), go.clone());
             let name = format!("serve-{number}");
             std::thread::Builder::new().name(name).stack_size(256 << 10).spawn(move || {
+                started.wait();
+                go.wait();
                 serving.thread(|serving| serving.work());
             })?;
         }
-        let timer = serving;
+        let (timer, timer_started, timer_go) = (serving, started.clone(), go.clone());
         std::thread::Builder::new().name("timer".to_owned()).stack_size(128 << 10).spawn(move || {
+            timer_started.wait();
+            timer_go.wait();
             timer.thread(|serving| serving.time(&woken));
         })?;
+        started.wait();
+        lock_down()?;
+        go.wait();
         Ok(Running { over: ended })
     }
 
@@ -449,7 +466,7 @@ pub(super) mod tests {
         let files = std::fs::File::open("/proc/self/fd").expect("fds").into();
         let null = std::fs::File::options().write(true).open("/dev/null").expect("null").into();
         let tree = Tree::new(nodes, files, 64, cache, b"proof".to_vec());
-        let running = Running::begin(tree, theirs.into(), null).expect("begin");
+        let running = Running::begin(tree, theirs.into(), null, || Ok(())).expect("begin");
         ours.set_read_timeout(Some(Duration::from_secs(20))).expect("deadline");
         (ours, running)
     }

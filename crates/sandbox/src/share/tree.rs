@@ -14,7 +14,9 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fuse_backend_rs::abi::fuse_abi::{CreateIn, FsOptions, OpenOptions, SetattrValid, stat64, statvfs64};
+use fuse_backend_rs::abi::fuse_abi::{
+    CreateIn, FOPEN_IN_KILL_SUIDGID, FsOptions, OpenOptions, SetattrValid, WRITE_KILL_PRIV, stat64, statvfs64,
+};
 use fuse_backend_rs::api::filesystem::{
     Context, DirEntry, Entry, FileSystem, GetxattrReply, ListxattrReply, ZeroCopyReader, ZeroCopyWriter,
 };
@@ -242,6 +244,17 @@ fn sane(flags: u32) -> OFlags {
     OFlags::from_bits_retain(flags) & kept | OFlags::NONBLOCK
 }
 
+/// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
+/// kernel says when; here the right is there for whoever may.
+fn drop_set_ids(file: &File) -> io::Result<()> {
+    let bits = u32::from(look(file)?.stx_mode);
+    let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
+    if bits & (libc::S_ISUID | group) != 0 {
+        rustix::fs::fchmod(file, mode(bits & !(libc::S_ISUID | group)))?;
+    }
+    Ok(())
+}
+
 fn mode(bits: u32) -> Mode {
     Mode::from_raw_mode(bits & 0o7777)
 }
@@ -280,7 +293,7 @@ impl FileSystem for Tree {
             | FsOptions::PARALLEL_DIROPS
             | FsOptions::MAX_PAGES
             | FsOptions::CACHE_SYMLINKS
-            // The host's kernel clears set-id bits and capabilities itself, whoever writes here.
+            // Capabilities of files go by the host's kernel itself, set-id bits when the guest's kernel says so.
             | FsOptions::HANDLE_KILLPRIV_V2)
     }
 
@@ -351,6 +364,9 @@ impl FileSystem for Tree {
                 Some(handle) if !handle.directory => rustix::fs::ftruncate(&handle.file, size)?,
                 _ => rustix::fs::ftruncate(self.open_node(node, OFlags::WRONLY | OFlags::NONBLOCK)?, size)?,
             }
+        }
+        if valid.contains(SetattrValid::KILL_SUIDGID) && self.nodes.who(node)?.kind() == libc::S_IFREG {
+            drop_set_ids(&File::from(self.open_node(node, OFlags::RDONLY | OFlags::NONBLOCK)?))?;
         }
         if valid.intersects(SetattrValid::ATIME | SetattrValid::MTIME) {
             let atime = valid.contains(SetattrValid::ATIME);
@@ -466,13 +482,16 @@ impl FileSystem for Tree {
         _ctx: &Context,
         node: u64,
         flags: u32,
-        _fuse_flags: u32,
+        fuse_flags: u32,
     ) -> io::Result<(Option<u64>, OpenOptions, Option<u32>)> {
         if node == PROOF_NODE {
             return Ok((Some(0), OpenOptions::DIRECT_IO, None));
         }
         let flags = sane(flags);
         let file = File::from(self.open_node(node, flags)?);
+        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
+            drop_set_ids(&file)?;
+        }
         let handle = self.hold(file, node, flags, false)?;
         Ok((Some(handle), self.kept(), None))
     }
@@ -550,7 +569,7 @@ impl FileSystem for Tree {
         _lock_owner: Option<u64>,
         _delayed_write: bool,
         flags: u32,
-        _fuse_flags: u32,
+        fuse_flags: u32,
     ) -> io::Result<usize> {
         let handle = self.handle(handle, node)?;
         let append = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
@@ -560,6 +579,9 @@ impl FileSystem for Tree {
             let now = rustix::fs::fcntl_getfl(&handle.file)?.difference(OFlags::APPEND);
             let add = if append { OFlags::APPEND } else { OFlags::empty() };
             rustix::fs::fcntl_setfl(&handle.file, now | add)?;
+        }
+        if fuse_flags & WRITE_KILL_PRIV != 0 {
+            drop_set_ids(&handle.file)?;
         }
         let mut file = handle.file.try_clone()?;
         let mut done = 0;

@@ -1,0 +1,207 @@
+//! Routes of Workspaces.
+
+use axum::extract::{Path, State};
+use axum::response::{IntoResponse, Response};
+use http::{HeaderValue, StatusCode, header};
+use pepo_api::query::{ListWorkspaces, RemoveWorkspace};
+use pepo_api::{
+    CreateWorkspace, ErrorCode, Page, Reason, RemovedWorkspace, SessionId, UpdateWorkspace, Workspace, WorkspaceId,
+    WorkspaceUsage, route,
+};
+
+use super::settings::{check_labels, check_name};
+use super::{Call, Json, Problem, Query, Routes};
+use crate::Pepod;
+use crate::session::state::Cause;
+use crate::store::WorkspaceRow;
+use crate::workspace::{Error, NewWorkspace};
+
+pub(super) fn register(routes: &mut Routes) {
+    routes.route(&route::workspace_create, create);
+    routes.route(&route::workspace_list, list);
+    routes.route(&route::workspace_show, show);
+    routes.route(&route::workspace_update, update);
+    routes.route(&route::workspace_remove, remove);
+}
+
+impl From<Error> for Problem {
+    fn from(error: Error) -> Self {
+        let text = pepo_sandbox::chain(&error);
+        match error {
+            Error::NotFound(_) => Problem::new(ErrorCode::NotFound, text),
+            Error::Invalid { param, message } => Problem::invalid(param, message),
+            Error::NameTaken(_) => Problem::from(pepo_api::Error::new(ErrorCode::Conflict, text).param("name")),
+            Error::Busy(_) => Problem::new(ErrorCode::Conflict, text),
+            Error::Full(_) => Problem::from(
+                pepo_api::Error::new(ErrorCode::NoCapacity, text)
+                    .hint("remove a Workspace (`pepo workspace ls`, `pepo workspace rm`) or raise `workspace.budget`"),
+            ),
+            Error::Store(_) | Error::Host(_) => {
+                tracing::error!(error = text, "a request about a Workspace failed by a fault of ours");
+                Problem::new(ErrorCode::Internal, text)
+            }
+        }
+    }
+}
+
+/// A name that is not an id.
+fn named(name: &str) -> Result<(), Problem> {
+    check_name(name)?;
+    if name.starts_with(WorkspaceId::PREFIX) {
+        return Err(Problem::invalid("name", "a name does not look like an id"));
+    }
+    Ok(())
+}
+
+async fn create(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Json(body): Json<CreateWorkspace>,
+) -> Result<Response, Problem> {
+    let CreateWorkspace { name, size_mib, max_files, single_writer, directory, labels } = body;
+    if let Some(name) = &name {
+        named(name)?;
+    }
+    check_labels(&labels)?;
+    let new = NewWorkspace { app: call.app, name, size_mib, max_files, single_writer, directory, labels, own: None };
+    let row = pepod.workspaces().create(new).await?;
+    let place = HeaderValue::try_from(format!("/v1/workspaces/{}", row.id)).ok();
+    let mut response = (StatusCode::CREATED, axum::Json(shown(&pepod, row, None))).into_response();
+    if let Some(place) = place {
+        response.headers_mut().insert(header::LOCATION, place);
+    }
+    Ok(response)
+}
+
+/// Sessions that have not ended and use it.
+fn users(pepod: &Pepod, id: WorkspaceId) -> Vec<SessionId> {
+    let all = pepod.sessions().all();
+    let uses =
+        |session: &crate::session::Session| session.now().spec.workspace.as_ref().is_some_and(|used| used.id == id);
+    let mut users: Vec<SessionId> = all.iter().filter(|session| uses(session)).map(|session| session.id()).collect();
+    users.sort_unstable();
+    users
+}
+
+fn shown(pepod: &Pepod, row: WorkspaceRow, usage: Option<WorkspaceUsage>) -> Workspace {
+    Workspace {
+        sessions: users(pepod, row.id),
+        id: row.id,
+        app_id: row.app,
+        name: row.name,
+        size_mib: row.size_mib,
+        max_files: row.max_files,
+        capped: row.directory.is_none(),
+        single_writer: row.single_writer,
+        directory: row.directory,
+        session_id: row.session,
+        labels: row.labels,
+        created_at: row.created_at,
+        usage,
+    }
+}
+
+async fn list(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Query(query): Query<ListWorkspaces>,
+) -> Result<Response, Problem> {
+    let limit = query.limit.unwrap_or(100);
+    if !(1..=1000).contains(&limit) {
+        return Err(Problem::invalid("limit", "limit must be from 1 to 1000"));
+    }
+    let limit = limit as usize;
+    let labels = query.label.iter().map(|label| label.split_once('=')).collect::<Option<Vec<_>>>();
+    let labels = labels.ok_or_else(|| Problem::invalid("label", "a label filter is `key=value`"))?;
+    let mut before = match &query.cursor {
+        Some(cursor) => Some(cursor.parse().map_err(|_| Problem::invalid("cursor", "this cursor is none of ours"))?),
+        None => None,
+    };
+    let (mut items, mut more) = (Vec::new(), true);
+    while items.len() < limit && more {
+        let rows = pepod.store().workspaces(call.app, before, limit + 1).await.map_err(Error::from)?;
+        more = rows.len() > limit;
+        for row in rows.into_iter().take(limit) {
+            before = Some(row.id);
+            if labels.iter().all(|(key, value)| row.labels.get(*key).is_some_and(|has| has == value)) {
+                items.push(shown(&pepod, row, None));
+                if items.len() == limit {
+                    // The rest of these rows belongs to the next page.
+                    more = true;
+                    break;
+                }
+            }
+        }
+    }
+    let next_cursor = before.filter(|_| more).map(|id: WorkspaceId| id.to_string());
+    Ok(axum::Json(Page { items, next_cursor }).into_response())
+}
+
+async fn show(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
+    let row = pepod.workspaces().find(call.app, &which).await?;
+    let used = pepod.workspaces().usage(&row).await?;
+    let usage = WorkspaceUsage {
+        bytes: used.bytes,
+        bytes_used: used.bytes_used,
+        files: used.files,
+        files_used: used.files_used,
+        host_bytes: used.allocated,
+    };
+    Ok(axum::Json(shown(&pepod, row, Some(usage))).into_response())
+}
+
+async fn update(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Json(body): Json<UpdateWorkspace>,
+) -> Result<Response, Problem> {
+    let UpdateWorkspace { name, size_mib, labels } = body;
+    if let Some(name) = &name {
+        named(name)?;
+    }
+    if let Some(labels) = &labels {
+        check_labels(labels)?;
+    }
+    let row = pepod.workspaces().find(call.app, &which).await?;
+    let row = pepod.workspaces().update(row, name, size_mib, labels).await?;
+    Ok(axum::Json(shown(&pepod, row, None)).into_response())
+}
+
+async fn remove(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(query): Query<RemoveWorkspace>,
+) -> Result<Response, Problem> {
+    let row = pepod.workspaces().find(call.app, &which).await?;
+    let users = users(&pepod, row.id);
+    if !users.is_empty() && query.force != Some(true) {
+        let some: Vec<String> = users.iter().take(5).map(ToString::to_string).collect();
+        let rest = if users.len() > some.len() { ", …" } else { "" };
+        return Err(Problem::from(
+            pepo_api::Error::new(
+                ErrorCode::Conflict,
+                format!("{} is used by {} Session(s): {}{rest}", row.id, users.len(), some.join(", ")),
+            )
+            .hint("end them first, or remove it by force, which ends them"),
+        ));
+    }
+    // Goes on if the caller leaves: it was asked for.
+    let removing = tokio::spawn(async move {
+        let ending = users.iter().filter_map(|id| pepod.sessions().by_id(*id)).map(|session| async move {
+            session.terminate(Cause::told(Reason::Operator, "its Workspace was removed")).await;
+        });
+        futures_util::future::join_all(ending).await;
+        let freed_bytes = match pepod.workspaces().remove(row.id).await {
+            Ok(freed) => freed,
+            // It was a Session's own and went with it.
+            Err(_) if pepod.workspaces().find(row.app, &row.id.to_string()).await.is_err() => 0,
+            Err(error) => return Err(error),
+        };
+        Ok(RemovedWorkspace { id: row.id, freed_bytes, ended_sessions: users })
+    });
+    let removed =
+        removing.await.map_err(|_| Problem::new(ErrorCode::Internal, "the removal broke off; see the log"))?;
+    Ok(axum::Json(removed?).into_response())
+}

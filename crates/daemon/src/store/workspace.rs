@@ -1,0 +1,268 @@
+//! Rows of Workspaces, and the number under which each App's are stored on the host.
+
+use std::collections::BTreeMap;
+
+use pepo_api::{AppId, SessionId, WorkspaceId};
+use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
+
+use super::{Error, Store, id, json, millis, time, to_json};
+
+/// The tables.
+pub(super) const MIGRATION: &str = "
+    CREATE TABLE workspaces (
+        id TEXT PRIMARY KEY, app_id TEXT NOT NULL REFERENCES apps(id), name TEXT, size_mib INTEGER NOT NULL,
+        max_files INTEGER NOT NULL, single_writer INTEGER NOT NULL, directory TEXT, session_id TEXT, keep INTEGER NOT NULL,
+        labels TEXT NOT NULL, created_at INTEGER NOT NULL
+    ) STRICT, WITHOUT ROWID;
+    CREATE UNIQUE INDEX workspace_names ON workspaces(app_id, name) WHERE name IS NOT NULL;
+    CREATE INDEX workspace_sessions ON workspaces(session_id) WHERE session_id IS NOT NULL;
+    CREATE TABLE tree_owners (app_id TEXT PRIMARY KEY, number INTEGER NOT NULL UNIQUE) STRICT, WITHOUT ROWID;
+";
+
+/// A Workspace as it is stored.
+#[derive(Clone, Debug, PartialEq)]
+pub struct WorkspaceRow {
+    /// Its id.
+    pub id: WorkspaceId,
+    /// Its App.
+    pub app: AppId,
+    /// Unique in its App.
+    pub name: Option<String>,
+    /// Cap on its bytes.
+    pub size_mib: u64,
+    /// Cap on its files.
+    pub max_files: u64,
+    /// Whether one Sandbox may have it at a time.
+    pub single_writer: bool,
+    /// The operator's directory that it is in.
+    pub directory: Option<String>,
+    /// The Session whose own it is.
+    pub session: Option<SessionId>,
+    /// Whether it stays when that Session ends.
+    pub keep: bool,
+    /// For filtering.
+    pub labels: BTreeMap<String, String>,
+    /// When it was made.
+    pub created_at: jiff::Timestamp,
+}
+
+/// What a new one needs besides its row.
+#[derive(Clone, Copy, Debug)]
+pub struct Budget {
+    /// What all of them may have together; `None`: no limit.
+    pub most_mib: Option<u64>,
+}
+
+/// Owners there may be: see the engine's blocks of ids.
+const OWNERS: u16 = pepo_sandbox::UidBlock::TREES;
+
+pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: Budget) -> Result<(), Error> {
+    let used: i64 = transaction.query_row(
+        "SELECT coalesce(sum(size_mib), 0) FROM workspaces WHERE directory IS NULL",
+        [],
+        |row| row.get(0),
+    )?;
+    if row.directory.is_none()
+        && let Some(most_mib) = budget.most_mib
+        && used as u64 + row.size_mib > most_mib
+    {
+        return Err(Error::NoRoom { wanted_mib: row.size_mib, left_mib: most_mib.saturating_sub(used as u64) });
+    }
+    let app = row.app.to_string();
+    let known: Option<i64> = transaction
+        .query_row("SELECT number FROM tree_owners WHERE app_id = ?1", [&app], |row| row.get(0))
+        .optional()?;
+    if known.is_none() {
+        // For ever: what is stored under an App's ids is never another's.
+        let next: i64 =
+            transaction.query_row("SELECT coalesce(max(number) + 1, 0) FROM tree_owners", [], |row| row.get(0))?;
+        if next >= i64::from(OWNERS) {
+            return Err(Error::NoOwner(OWNERS));
+        }
+        transaction.execute("INSERT INTO tree_owners (app_id, number) VALUES (?1, ?2)", params![app, next])?;
+    }
+    put(
+        transaction,
+        row,
+        "INSERT INTO workspaces (id, app_id, name, size_mib, max_files, single_writer, directory, session_id, keep, labels, created_at)
+         VALUES (:id, :app, :name, :size, :files, :single, :directory, :session, :keep, :labels, :created)",
+    )
+}
+
+pub(super) fn update(transaction: &Transaction<'_>, row: &WorkspaceRow) -> Result<(), Error> {
+    put(
+        transaction,
+        row,
+        "UPDATE workspaces SET name = :name, size_mib = :size, max_files = :files, single_writer = :single,
+         directory = :directory, session_id = :session, keep = :keep, labels = :labels, created_at = :created
+         WHERE id = :id AND app_id = :app",
+    )
+}
+
+fn put(transaction: &Transaction<'_>, row: &WorkspaceRow, sql: &str) -> Result<(), Error> {
+    let done = transaction.prepare_cached(sql)?.execute(named_params! {
+        ":id": row.id.to_string(),
+        ":app": row.app.to_string(),
+        ":name": row.name,
+        ":size": row.size_mib as i64,
+        ":files": row.max_files as i64,
+        ":single": row.single_writer,
+        ":directory": row.directory,
+        ":session": row.session.map(|session| session.to_string()),
+        ":keep": row.keep,
+        ":labels": to_json(&row.labels)?,
+        ":created": millis(row.created_at),
+    });
+    match done {
+        Ok(_) => Ok(()),
+        Err(rusqlite::Error::SqliteFailure(failure, _))
+            if failure.extended_code == rusqlite::ffi::SQLITE_CONSTRAINT_UNIQUE =>
+        {
+            Err(Error::NameTaken(row.name.clone().unwrap_or_default()))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
+pub(super) fn remove(transaction: &Transaction<'_>, id: WorkspaceId) -> Result<(), Error> {
+    transaction.prepare_cached("DELETE FROM workspaces WHERE id = ?1")?.execute([id.to_string()])?;
+    Ok(())
+}
+
+fn read(row: &Row<'_>) -> Result<WorkspaceRow, rusqlite::Error> {
+    let session: Option<String> = row.get("session_id")?;
+    Ok(WorkspaceRow {
+        id: id(row, "id")?,
+        app: id(row, "app_id")?,
+        name: row.get("name")?,
+        size_mib: row.get::<_, i64>("size_mib")? as u64,
+        max_files: row.get::<_, i64>("max_files")? as u64,
+        single_writer: row.get("single_writer")?,
+        directory: row.get("directory")?,
+        session: session.map(|_| id(row, "session_id")).transpose()?,
+        keep: row.get("keep")?,
+        labels: json(row, "labels")?,
+        created_at: time(row.get("created_at")?),
+    })
+}
+
+impl Store {
+    /// An App's Workspace.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn workspace(&self, app: AppId, id: WorkspaceId) -> Result<Option<WorkspaceRow>, Error> {
+        self.read(move |connection| {
+            connection
+                .query_row(
+                    "SELECT * FROM workspaces WHERE id = ?1 AND app_id = ?2",
+                    [id.to_string(), app.to_string()],
+                    read,
+                )
+                .optional()
+        })
+        .await
+    }
+
+    /// An App's Workspace of that name.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn workspace_named(&self, app: AppId, name: String) -> Result<Option<WorkspaceRow>, Error> {
+        self.read(move |connection| {
+            connection
+                .query_row("SELECT * FROM workspaces WHERE name = ?1 AND app_id = ?2", [name, app.to_string()], read)
+                .optional()
+        })
+        .await
+    }
+
+    /// An App's Workspaces, newest first: at most so many, older than that one.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn workspaces(
+        &self,
+        app: AppId,
+        before: Option<WorkspaceId>,
+        limit: usize,
+    ) -> Result<Vec<WorkspaceRow>, Error> {
+        self.read(move |connection| {
+            let before = before.map_or_else(|| "~".to_owned(), |id| id.to_string());
+            connection
+                .prepare_cached("SELECT * FROM workspaces WHERE app_id = ?1 AND id < ?2 ORDER BY id DESC LIMIT ?3")?
+                .query_map(params![app.to_string(), before, limit as i64], read)?
+                .collect()
+        })
+        .await
+    }
+
+    /// Every Workspace of every App.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn all_workspaces(&self) -> Result<Vec<WorkspaceRow>, Error> {
+        self.read(|connection| connection.prepare("SELECT * FROM workspaces")?.query_map([], read)?.collect()).await
+    }
+
+    /// The number under which an App's Workspaces are stored on the host.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn tree_owner(&self, app: AppId) -> Result<Option<u16>, Error> {
+        self.read(move |connection| {
+            connection
+                .query_row("SELECT number FROM tree_owners WHERE app_id = ?1", [app.to_string()], |row| row.get(0))
+                .optional()
+        })
+        .await
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::store::Write;
+
+    fn row(app: AppId, name: Option<&str>, size_mib: u64) -> WorkspaceRow {
+        WorkspaceRow {
+            id: WorkspaceId::generate(),
+            app,
+            name: name.map(str::to_owned),
+            size_mib,
+            max_files: 1 << 20,
+            single_writer: false,
+            directory: None,
+            session: None,
+            keep: false,
+            labels: [("a".to_owned(), "b".to_owned())].into(),
+            created_at: time(millis(jiff::Timestamp::now())),
+        }
+    }
+
+    #[tokio::test]
+    async fn a_row_comes_back_under_its_app_alone() {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("pepo.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let budget = Budget { most_mib: Some(100) };
+        let one = row(app, Some("one"), 60);
+        store.write(Write::NewWorkspace(Box::new(one.clone()), budget)).await.expect("written");
+        assert_eq!(store.workspace(app, one.id).await.expect("read"), Some(one.clone()));
+        assert_eq!(store.workspace_named(app, "one".to_owned()).await.expect("read"), Some(one.clone()));
+        assert_eq!(store.workspace(AppId::generate(), one.id).await.expect("read"), None);
+        assert_eq!(store.tree_owner(app).await.expect("read"), Some(0));
+        let taken = store.write(Write::NewWorkspace(Box::new(row(app, Some("one"), 1)), budget)).await;
+        assert!(matches!(taken, Err(Error::NameTaken(name)) if name == "one"));
+        let over = store.write(Write::NewWorkspace(Box::new(row(app, None, 41)), budget)).await;
+        assert!(matches!(over, Err(Error::NoRoom { wanted_mib: 41, left_mib: 40 })), "{over:?}");
+        let two = row(app, None, 40);
+        store.write(Write::NewWorkspace(Box::new(two.clone()), budget)).await.expect("it fits");
+        let page = store.workspaces(app, None, 1).await.expect("list");
+        assert_eq!(page.iter().map(|row| row.id).collect::<Vec<_>>(), [two.id]);
+        let rest = store.workspaces(app, Some(two.id), 10).await.expect("list");
+        assert_eq!(rest.iter().map(|row| row.id).collect::<Vec<_>>(), [one.id]);
+        store.write(Write::DropWorkspace(one.id)).await.expect("dropped");
+        assert_eq!(store.all_workspaces().await.expect("read").len(), 1);
+    }
+}
