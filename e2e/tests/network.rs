@@ -56,7 +56,9 @@ async fn a_guest_reaches_what_is_public_and_nothing_else() {
         assert!(world.host_reaches(address, 80), "{address} cannot be reached at all");
     }
     assert!(world.host_reaches(HOST, 8080));
-    let taken = world.server(on_host).taken.load(Ordering::Relaxed);
+    let taken = until("the control is counted", MINUTE, || {
+        Some(world.server(on_host).taken.load(Ordering::Relaxed)).filter(|taken| *taken == 1)
+    });
     let instance = world.instance("");
     let _daemon = instance.up();
     let client = instance.client();
@@ -160,6 +162,11 @@ async fn a_change_cuts_what_it_forbids_and_death_of_the_daemon_changes_nothing()
         (now.len() == 1 && now != before).then_some(())
     });
     let client = instance.client();
+    let begun = Instant::now();
+    while client.session_show(&session.id.to_string(), &Default::default()).await.is_err() {
+        assert!(begun.elapsed() < MINUTE, "the daemon does not answer again");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
     assert_eq!(
         reached(&client, &session, &[OTHER, CLOSED[0]], 80).await,
         [format!("reached {OTHER}"), "refused".to_owned()]
