@@ -263,6 +263,46 @@ pub const API_BODIES: &[&[u8]] = &[
     include_bytes!("seeds/api_bodies/session_id"),
 ];
 
+/// Policies worth beginning with.
+pub const NETWORK_POLICIES: &[&[u8]] = &[
+    br#"[{"mode":"public"},{"closed":[{"range":"10.0.0.0/8","what":"x"}],"open":[]}]"#,
+    br#"[{"mode":"allow","rules":[{"entry":0,"target":{"cidr":"0.0.0.0/0"},"protocol":"tcp","ports":[22,443]},{"entry":1,"target":{"cidr":"10.5.0.0/16"}}]},{"closed":[{"range":"10.0.0.0/8","what":"x"}],"open":[{"range":"10.5.0.0/24","ports":[443],"protocol":"tcp"}]}]"#,
+    br#"[{"mode":"allow","rules":[{"entry":0,"target":{"domain":"*.example.com"}},{"entry":0,"target":{"cidr":"8.8.8.8/32"},"ports":[53]}]},{"closed":[],"open":[]}]"#,
+];
+
+/// A policy and a floor as JSON: what is taken compiles to disjoint elements, and nothing of them is on the floor.
+///
+/// # Panics
+/// A floor address is open, or two elements overlap.
+pub fn network_policies(bytes: &[u8]) {
+    use pepo_sandbox::net::{Compiled, Floor, Policy, Protocol};
+    let Ok((policy, floor)) = serde_json::from_slice::<(Policy, Floor)>(bytes) else { return };
+    if floor.closed.len() > 64 || floor.open.len() > 64 || policy.check(&floor).is_err() {
+        return;
+    }
+    let compiled = Compiled::new(&policy, &floor);
+    for pair in compiled.ranges.windows(2) {
+        assert!(pair[0].1 < pair[1].0, "{pair:?} overlap");
+    }
+    for pair in compiled.services.windows(2) {
+        let same = (pair[0].class, pair[0].protocol) == (pair[1].class, pair[1].protocol);
+        assert!(!same || pair[0].last < pair[1].first, "{pair:?} overlap");
+    }
+    let ends = floor.closed.iter().flat_map(|closed| [closed.range.first(), closed.range.last()]);
+    let opened = floor.open.iter().flat_map(|open| [open.range.first(), open.range.last()]);
+    let ports: Vec<u16> = floor.open.iter().flat_map(|open| open.ports.clone()).chain([1, 53, 443, 65_535]).collect();
+    for address in ends.chain(opened) {
+        for protocol in [Protocol::Tcp, Protocol::Udp] {
+            for port in &ports {
+                let open = compiled.allows(address, protocol, *port).is_some();
+                assert!(!open || floor.admits(address, protocol, *port), "{address} {protocol:?} {port} is open");
+            }
+        }
+        let open = compiled.allows(address, Protocol::Icmp, 0).is_some();
+        assert!(!open || floor.admits(address, Protocol::Icmp, 0), "{address} answers pings");
+    }
+}
+
 /// Changes an input for the next run: mostly as libFuzzer does, and begins again near a seed where there is little to
 /// change, since without coverage it keeps nothing to build on.
 pub fn mutate(seeds: &[&[u8]], input: &mut [u8], size: usize, most: usize, chance: u32) -> usize {

@@ -368,7 +368,7 @@ const SETTINGS: &[Setting] = &[
     row("network.connections", "Connections of a Sandbox at once.", || "1024".into()),
     row("network.flows", "New connections of a Sandbox a second; twice that in a burst.", || "200".into()),
     row("network.packets", "Packets from a Sandbox a second.", || "50000".into()),
-    row("network.questions", "Questions for names of a Sandbox a second; twice that in a burst.", || "100".into()),
+    row("network.questions", "Questions for names of a Sandbox a second; four times that in a burst.", || "100".into()),
     row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("workspace.size", "Cap on the bytes of a Workspace that names none; sparse.", || "10g".into()),

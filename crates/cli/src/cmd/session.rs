@@ -110,6 +110,9 @@ pub struct Update {
     /// How long it lives from now on
     #[arg(long, value_name = "TIME", value_parser = value::seconds)]
     expires: Option<u64>,
+    /// What it may reach, from this moment on: none, public, allow=…
+    #[arg(long, value_name = "POLICY", value_parser = value::network)]
+    net: Option<pepo_api::NetworkSpec>,
     /// What is given of these holds from its next machine on: all variables, setup, all services
     #[command(flatten)]
     environment: Environment,
@@ -338,7 +341,7 @@ fn details(session: &Record, services: &[Service]) -> String {
         ("cpus", session.cpus.to_string()),
         ("memory", render::mebibytes(session.memory_mib)),
         ("disk", render::mebibytes(session.disk_mib)),
-        ("network", render::word(&session.network.mode)),
+        ("network", network(session)),
         ("keep alive", format!("{} s", session.keep_alive_seconds)),
         ("reactivate", if session.reactivate { "yes".into() } else { String::new() }),
         ("setup", session.setup.as_ref().map_or_else(String::new, |setup| setup.command.clone())),
@@ -394,6 +397,23 @@ fn services_table(services: &[Service]) -> String {
     render::table(&["SERVICE", "STATE", "PORT", "RESTARTS", "RUN", "COMMAND"], &rows)
 }
 
+/// What a Session may reach, in one line.
+fn network(session: &Session) -> String {
+    let entries = session.network.allow.iter().flatten();
+    let entry = |entry: &pepo_api::NetworkRule| {
+        let target =
+            entry.domain.as_ref().or(entry.cidr.as_ref()).or(entry.preset.as_ref()).cloned().unwrap_or_default();
+        let ports = entry.ports.iter().map(u16::to_string).collect::<Vec<_>>().join("+");
+        let ports = if ports.is_empty() { String::new() } else { format!(":{ports}") };
+        let protocol = entry.protocol.map(|protocol| format!("/{}", render::word(&protocol))).unwrap_or_default();
+        let wide = if entry.any_protocol { " (address-wide)" } else { "" };
+        format!("{target}{ports}{protocol}{wide}")
+    };
+    let entries = entries.map(entry).collect::<Vec<_>>().join(", ");
+    let mode = render::word(&session.network.mode);
+    if entries.is_empty() { mode } else { format!("{mode}: {entries}") }
+}
+
 impl Update {
     async fn run(&self, client: &Client) -> Outcome<u8> {
         let update = UpdateSession {
@@ -401,7 +421,7 @@ impl Update {
             labels: (!self.labels.is_empty()).then(|| self.labels.iter().cloned().collect()),
             keep_alive_seconds: self.keep_alive,
             expires_seconds: self.expires,
-            network: None,
+            network: self.net.clone(),
             env: Some(self.environment.variables()?).filter(|env| !env.is_empty()),
             setup: match self.no_setup {
                 true => Some(None),
@@ -411,7 +431,7 @@ impl Update {
         };
         if update == UpdateSession::default() {
             return Err(Failure::new("nothing to change")
-                .hint("--name, --label, --keep-alive, --expires, --env, --setup, --service"));
+                .hint("--name, --label, --keep-alive, --expires, --net, --env, --setup, --service"));
         }
         let session = client.session_update(&self.session, &update).await?;
         print(&session, self.json)

@@ -23,7 +23,7 @@
 //! New TCP flows from the guest to an address opened by a rule that [`Rule::is_relayed`] are redirected to the relay's
 //! socket, [`address::GATEWAY`] port [`RELAY_PORT`] (`SO_ORIGINAL_DST` tells where they were going). The relay runs in the
 //! Sandbox's namespace under its fourth uid; as that uid it may begin flows to addresses and ports opened for relayed
-//! rules, and ask our resolver, and nothing else.
+//! rules, and nothing else: for names it asks whoever it was started by.
 
 use std::net::{Ipv4Addr, SocketAddr};
 
@@ -94,7 +94,7 @@ pub struct Limits {
     pub flows_per_second: u32,
     /// Packets a second from the guest.
     pub packets_per_second: u32,
-    /// Questions for names a second; twice that in a burst.
+    /// Questions for names a second; four times that in a burst.
     pub questions_per_second: u32,
     /// Bytes a second from the guest, where its policy says nothing.
     pub egress_bytes_per_second: Option<u64>,

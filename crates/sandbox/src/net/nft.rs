@@ -84,7 +84,7 @@ pub fn inside(slot: Ipv4Addr, relay: u32, limits: &Limits, floor: &Floor) -> Str
     let Limits {
         connections, flows_per_second: flows, packets_per_second: packets, questions_per_second: asks, ..
     } = limits;
-    let (flow_burst, packet_burst, ask_burst) = (flows * 2, (packets / 4).max(64), asks * 2);
+    let (flow_burst, packet_burst, ask_burst) = (flows * 2, (packets / 4).max(64), asks * 4);
     let floor = elements(floor);
     format!(
         r#"table netdev {TABLE} {{
@@ -149,8 +149,6 @@ table inet {TABLE} {{
 		ct state invalid counter name odd drop
 		iifname "{TAP}" goto asked
 		iifname "{UPLINK}" ct direction reply ct mark @live counter name received accept
-		iifname "lo" ct direction reply accept
-		iifname "lo" meta l4proto {{ tcp, udp }} th dport 53 th dport @serve accept
 		counter name inbound
 	}}
 	chain asked {{
@@ -167,8 +165,6 @@ table inet {TABLE} {{
 		oifname "{TAP}" ct direction reply tcp sport {RELAY_PORT} ct mark @live counter name received accept
 		oifname "{TAP}" ct direction reply tcp flags & rst == rst accept
 		oifname "{TAP}" icmp type {{ destination-unreachable, time-exceeded }} accept
-		oifname "lo" ct direction reply accept
-		oifname "lo" meta skuid {relay} meta l4proto {{ tcp, udp }} th dport 53 accept
 		oifname "{UPLINK}" ct state new meta skuid {relay} ct mark set ip daddr . tcp dport map @relayed
 		oifname "{UPLINK}" ct mark @live counter name sent accept
 	}}
