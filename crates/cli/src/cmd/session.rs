@@ -398,7 +398,7 @@ fn services_table(services: &[Service]) -> String {
 }
 
 /// What a Session may reach, in one line.
-fn network(session: &Session) -> String {
+fn network(session: &pepo_api::Session) -> String {
     let entries = session.network.allow.iter().flatten();
     let entry = |entry: &pepo_api::NetworkRule| {
         let target =
