@@ -266,7 +266,7 @@ impl Sessions {
         if let Some(mut claimed) = self.0.pool.claim(self, &shape)
             && claimed.admit()
         {
-            return Ok(Room { files, shape, supply: Supply::Warm(claimed), committed });
+            return Ok(Room { files, shape, supply: Supply::Warm(Box::new(claimed)), committed });
         }
         let place = self.0.capacity.admit(app, spec.needs()).await?;
         if *self.0.draining.borrow() {
@@ -274,7 +274,7 @@ impl Sessions {
         }
         // It had to wait, and one may have become ready meanwhile: its own place is one too many.
         let supply = match self.0.pool.claim(self, &shape) {
-            Some(claimed) => Supply::Warm(claimed.with(place)),
+            Some(claimed) => Supply::Warm(Box::new(claimed.with(place))),
             None => Supply::Cold(place),
         };
         Ok(Room { files, shape, supply, committed })
@@ -559,7 +559,7 @@ pub(super) struct Room {
 #[derive(Debug)]
 enum Supply {
     Cold(Place),
-    Warm(Claimed),
+    Warm(Box<Claimed>),
 }
 
 impl Room {
