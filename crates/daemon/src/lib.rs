@@ -333,7 +333,7 @@ impl Pepod {
         };
         let (key, text) = NewKey::generate(spec)?;
         let id = key.row().id.to_string();
-        self.store().write(Write::NewKey(key)).await?;
+        self.store().write(Write::NewKey(Box::new(key))).await?;
         self.store().write(Write::Fact("first_key", id)).await?;
         Ok(Some(text))
     }

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use daemon::{Daemon, Options, until, within};
 use pepo_api::client::{Client, ClientError};
-use pepo_api::query::{ListCommands, ListSessions, ShowServices, ShowSession};
+use pepo_api::query::{ListCommands, ListEvents, ListSessions, ShowServices, ShowSession};
 use pepo_api::{
     CommandRole, CreateCommand, CreateSession, ErrorCode, IfTerminated, Output, Reason, ServiceState, Session,
     SessionId, SessionState, Text, UpdateSession,
@@ -70,6 +70,10 @@ fn problem(error: ClientError) -> pepo_api::Error {
         ClientError::Api(error) => *error,
         other => panic!("{other}"),
     }
+}
+
+fn word(reason: Reason) -> String {
+    serde_json::to_value(reason).expect("json").as_str().expect("a word").to_owned()
 }
 
 fn lines(path: &Path) -> usize {
@@ -203,6 +207,15 @@ async fn two_hundred_callers_of_a_key_have_one_session() {
     let none = client.session_list(&ListSessions { key: Some("other".into()), ..Default::default() }).await;
     assert!(none.expect("list").items.is_empty());
 
+    // Another App has keys of its own.
+    client.app_create(&serde_json::from_value(json!({"name": "other"})).expect("app")).await.expect("app");
+    let other = client.clone().of_app("other");
+    let refused =
+        other.session_open("user:42.chat", &asked).await.expect_err("a second one, for which there is no room");
+    assert_eq!(problem(refused).code, ErrorCode::NoCapacity);
+    let elsewhere = other.session_list(&ListSessions { key: Some("user:42.chat".into()), ..Default::default() }).await;
+    assert!(elsewhere.expect("list").items.is_empty());
+
     // What is not said is not compared; what is said otherwise is named, with both values.
     let open = async |json: serde_json::Value| client.session_open("user:42.chat", &body(json)).await;
     assert_eq!(open(json!({})).await.expect("open").id, id);
@@ -275,6 +288,16 @@ async fn a_sandbox_that_dies_leaves_a_session_that_comes_back() {
     assert_eq!(end.reason, reason);
     assert!(daemon.jails().is_empty());
     assert_eq!(run(&client, &session, "true").await.1, 2);
+    // The feed has the end of the Sandbox, with its cause, and the Session's way to its second one.
+    let query = ListEvents { session: Some(session.clone()), ..Default::default() };
+    let events = client.event_list(&query).await.expect("events").items;
+    let ends: Vec<_> = events.iter().filter(|event| event.kind == "sandbox.ended").collect();
+    let [end] = ends[..] else { panic!("{events:?}") };
+    assert_eq!((end.outcome.as_str(), &end.detail["activation"]), (word(reason).as_str(), &json!(1)));
+    assert!(end.sandbox_id.is_some());
+    let idle = events.iter().position(|event| event.kind == "session.idle");
+    let again = events.iter().position(|event| event.kind == "session.activating" && event.detail["activation"] == 2);
+    assert!(idle.is_some() && again.is_some(), "{events:?}");
     daemon.end().await;
 }
 

@@ -130,7 +130,7 @@ fn range(number: usize, text: &str) -> Result<String, Problem> {
 
 async fn made(pepod: &Pepod, call: Call, key: NewKey, text: String, kind: &'static str) -> Result<Response, Problem> {
     let row = key.row().clone();
-    pepod.store().write(Write::NewKey(key)).await.map_err(|error| match error {
+    pepod.store().write(Write::NewKey(Box::new(key))).await.map_err(|error| match error {
         store::Error::NameTaken(name) => {
             Problem::new(ErrorCode::Conflict, format!("another key is called `{name}`")).param_of("name")
         }

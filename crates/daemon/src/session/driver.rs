@@ -607,6 +607,7 @@ impl Driver {
             return Err(Error::Terminated(ended));
         }
         #[cfg(feature = "fake")]
+        #[allow(clippy::panic, reason = "what becomes of a driver that panics is tested by one that does")]
         if update.labels.as_ref().and_then(|labels| labels.get("pepo-fault")).is_some_and(|fault| fault == "driver") {
             panic!("as a test wants it");
         }

@@ -310,7 +310,7 @@ mod tests {
         let (before, none) = store.edge_state().await.expect("state");
         assert!(none.is_empty() && !store.has_keys().await.expect("read"));
         let row = key.row().clone();
-        store.write(Write::NewKey(key)).await.expect("written");
+        store.write(Write::NewKey(Box::new(key))).await.expect("written");
         let (after, keys) = store.edge_state().await.expect("state");
         assert!(after > before && *store.edge().borrow() == after);
         assert_eq!(keys, vec![row]);
@@ -336,17 +336,22 @@ mod tests {
             async || store.edge_state().await.expect("state").1.into_iter().map(|key| key.id).collect::<Vec<_>>();
         let (first, _) = NewKey::generate(spec(app)).expect("key");
         let first_id = first.row().id;
-        store.write(Write::NewKey(first)).await.expect("written");
+        store.write(Write::NewKey(Box::new(first))).await.expect("written");
         let (same, _) = NewKey::generate(spec(app)).expect("key");
-        assert!(matches!(store.write(Write::NewKey(same)).await, Err(Error::NameTaken(name)) if name == "ci"));
+        assert!(
+            matches!(store.write(Write::NewKey(Box::new(same))).await, Err(Error::NameTaken(name)) if name == "ci")
+        );
 
         let soon = jiff::Timestamp::now() + jiff::SignedDuration::from_hours(1);
         let (second, _) = NewKey::generate(spec(app)).expect("key");
         let second_id = second.row().id;
-        store.write(Write::NewKey(second.replacing(first_id, soon))).await.expect("rotated, under the same name");
+        store
+            .write(Write::NewKey(Box::new(second.replacing(first_id, soon))))
+            .await
+            .expect("rotated, under the same name");
         assert_eq!(valid().await, [first_id, second_id]);
         let (third, _) = NewKey::generate(spec(app)).expect("key");
-        let twice = store.write(Write::NewKey(third.replacing(first_id, soon))).await;
+        let twice = store.write(Write::NewKey(Box::new(third.replacing(first_id, soon)))).await;
         assert!(matches!(twice, Err(Error::Stale)), "{twice:?}");
 
         store.write(Write::RevokeKey(second_id)).await.expect("revoked");
@@ -354,9 +359,9 @@ mod tests {
         let old = jiff::Timestamp::now() - jiff::SignedDuration::from_secs(1);
         let (third, _) = NewKey::generate(spec(app)).expect("key");
         let third_id = third.row().id;
-        store.write(Write::NewKey(third.replacing(first_id, old))).await.expect_err("replaced once already");
+        store.write(Write::NewKey(Box::new(third.replacing(first_id, old)))).await.expect_err("replaced once already");
         let (third, _) = NewKey::generate(KeySpec { expires_at: Some(old), ..spec(app) }).expect("key");
-        store.write(Write::NewKey(third)).await.expect("written");
+        store.write(Write::NewKey(Box::new(third))).await.expect("written");
         assert_eq!(valid().await, [first_id], "{third_id} is over");
         assert_eq!(store.keys(app).await.expect("keys").len(), 3);
     }

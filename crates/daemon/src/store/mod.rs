@@ -173,7 +173,7 @@ pub enum Write {
     /// That App is no more. Refused while a Session of it lives.
     RemoveApp(pepo_api::AppId),
     /// A key.
-    NewKey(NewKey),
+    NewKey(Box<NewKey>),
     /// That key lets nobody in any more.
     RevokeKey(pepo_api::KeyId),
     /// Something about the instance, by name.
