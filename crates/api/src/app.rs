@@ -69,6 +69,9 @@ pub struct AppQuota {
     /// Commands that run.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub commands: Option<u64>,
+    /// Caps of its Workspaces together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub workspace_mib: Option<u64>,
 }
 
 /// What an App is set to: what its file says.
@@ -165,6 +168,8 @@ pub struct AppUse {
     pub cpus: u64,
     /// Commands that run.
     pub commands: u64,
+    /// Caps of its Workspaces together.
+    pub workspace_mib: u64,
 }
 
 /// A setting that differs.

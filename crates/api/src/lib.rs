@@ -16,6 +16,7 @@ mod operator;
 pub mod query;
 mod routes;
 mod scope;
+mod secret;
 mod session;
 mod usage;
 mod workspace;
@@ -37,11 +38,12 @@ pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFi
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId, WorkspaceId};
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
-    Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, Health, Leftover, Ready,
-    SetupReport, SetupState, Severity, SweepReport, SweepRequest, Version,
+    BackupFile, BackupManifest, Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState,
+    Health, Leftover, Ready, RestoreReport, SetupReport, SetupState, Severity, SweepReport, SweepRequest, Version,
 };
 pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
 pub use scope::{ADMIN, Scope, ScopeError};
+pub use secret::SecretText;
 pub use session::{
     CreateSession, IfTerminated, NetworkMode, NetworkProtocol, NetworkRefused, NetworkRule, NetworkSpec, NetworkStats,
     Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState, SessionStats, Setup,

@@ -213,3 +213,38 @@ pub struct EdgeKey {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expires_at: Option<jiff::Timestamp>,
 }
+
+/// `manifest.json` of a backup.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BackupManifest {
+    /// Of the archive.
+    pub format: u32,
+    /// The release that made it.
+    pub release: String,
+    /// The store's schema.
+    pub schema: u32,
+    /// When the store was as it is in it.
+    pub made_at: jiff::Timestamp,
+    /// Every file in it but this one.
+    pub files: BTreeMap<String, BackupFile>,
+    /// What is not in it, for people.
+    pub lacks: Vec<String>,
+}
+
+/// A file of a backup.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct BackupFile {
+    /// Its length.
+    pub bytes: u64,
+    /// SHA-256, 64 hex digits.
+    pub sha256: String,
+}
+
+/// What `pepod restore` prints.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct RestoreReport {
+    /// Of the backup.
+    pub manifest: BackupManifest,
+    /// What happened beside it, for people.
+    pub notes: Vec<String>,
+}

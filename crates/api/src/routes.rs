@@ -233,6 +233,7 @@ routes! {
     sweep: POST "/v1/sweep", HostOperate, Operator, Json -> Json;
     drain: POST "/v1/drain", HostOperate, Operator, Json -> Json;
     down: POST "/v1/down", HostOperate, Operator, None -> Empty;
+    backup: POST "/v1/backup", HostOperate, Operator, None -> Raw;
     edge_state: GET "/v1/edge/state", EdgeSync, Edge, None -> Json;
     healthz: GET "/healthz", Health, Anyone, None -> Json;
     readyz: GET "/readyz", Health, Anyone, None -> Json;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use crate::command::CommandEnd;
 use crate::error::Ended;
 use crate::id::{AppId, CommandId, ImageId, SandboxId, SessionId};
+use crate::secret::SecretText;
 use crate::workspace::{SessionWorkspace, WorkspaceChoice};
 
 /// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
@@ -54,8 +55,8 @@ pub struct CreateSession {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub persist: Option<Vec<String>>,
     /// Write-only environment.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub secrets: Option<BTreeMap<String, String>>,
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::new")]
+    pub secrets: Option<BTreeMap<String, SecretText>>,
     /// Runs once per activation before the Session is Active.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub setup: Option<Setup>,
@@ -276,6 +277,9 @@ pub struct UpdateSession {
     /// All public environment, from the next activation on.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub env: Option<BTreeMap<String, String>>,
+    /// Write-only environment, from the next activation on: these are set, `null` takes one away, others stay.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::changed")]
+    pub secrets: Option<BTreeMap<String, Option<SecretText>>>,
     /// What runs first, from the next activation on; `null` for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
     pub setup: Option<Option<Setup>>,
@@ -411,6 +415,9 @@ pub struct Session {
     pub services: Vec<ServiceSpec>,
     /// Public environment.
     pub env: BTreeMap<String, String>,
+    /// Names of the secrets that are set; nobody can read their values.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub secret_names: Vec<String>,
     /// For filtering.
     pub labels: BTreeMap<String, String>,
     /// When it was asked for.

@@ -28,9 +28,14 @@ fn command(instance: &Instance, arguments: &[&str]) -> Outcome<Command> {
 
 /// Runs `pepod` with these arguments and reads the JSON it prints. What it says on standard error is the caller's to see.
 pub async fn ask<T: DeserializeOwned>(instance: &Instance, arguments: &[&str]) -> Outcome<T> {
+    ask_of(instance, arguments, Stdio::null()).await
+}
+
+/// The same with an input.
+pub async fn ask_of<T: DeserializeOwned>(instance: &Instance, arguments: &[&str], input: Stdio) -> Outcome<T> {
     let what = format!("pepod {}", arguments.join(" "));
     let failed = |error: std::io::Error| Failure::new(format!("{what}: {error}"));
-    let mut child = command(instance, arguments)?.stdout(Stdio::piped()).spawn().map_err(failed)?;
+    let mut child = command(instance, arguments)?.stdin(input).stdout(Stdio::piped()).spawn().map_err(failed)?;
     let stdout = child.stdout.take();
     let reading = async {
         let mut text = Vec::new();

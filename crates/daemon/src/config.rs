@@ -155,9 +155,14 @@ impl Places {
         self.run.join("edge.sock")
     }
 
+    /// Where the database and the key of secrets are.
+    pub fn store_directory(&self) -> PathBuf {
+        self.state.join("store")
+    }
+
     /// The database.
     pub fn store(&self) -> PathBuf {
-        self.state.join("store").join("pepo.db")
+        self.store_directory().join("pepo.db")
     }
 }
 
@@ -458,6 +463,14 @@ impl Typed {
             .filter(|(name, _)| name.starts_with("PEPO_"))
             .collect();
         Typed { environment, flags, column: Column::default() }
+    }
+
+    /// The instance that is meant.
+    ///
+    /// # Errors
+    /// [`Error::Home`].
+    pub fn places(&self) -> Result<Places, Error> {
+        Places::of(self.variable("PEPO_HOME").map(PathBuf::from))
     }
 
     fn variable(&self, name: &str) -> Option<&str> {

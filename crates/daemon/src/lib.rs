@@ -12,6 +12,7 @@
 
 pub mod accounts;
 pub mod apps;
+pub mod backup;
 pub mod capacity;
 pub mod config;
 pub mod doctor;
@@ -25,6 +26,7 @@ pub mod places;
 pub mod pool;
 pub mod preset;
 pub mod pressure;
+pub mod secrets;
 pub mod serve;
 pub mod server;
 pub mod session;
@@ -54,6 +56,7 @@ use apps::Apps;
 use config::{Config, PoolConfig};
 use image::Images;
 use image::left::Builds;
+use secrets::Vault;
 use server::{Listener, Streams};
 use session::{Error, Files, FindImage, Sessions};
 use store::{Actor, KeySpec, NewKey, Store, Write};
@@ -119,6 +122,7 @@ struct Parts {
     apps: Apps,
     streams: Streams,
     edge_has: watch::Sender<EdgeHas>,
+    backing: Arc<tokio::sync::Mutex<()>>,
     tag: Tag,
     seen: Vec<Check>,
     runs_on: String,
@@ -171,6 +175,8 @@ impl Pepod {
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
         let apps = Apps::open(store.clone()).context("cannot read the Apps")?;
+        let vault = Vault::open(&config.places.store_directory(), store.has_secrets()?)
+            .context("cannot open what secrets are sealed with")?;
         let agent = guest_agent(&config)?;
         let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
@@ -178,7 +184,7 @@ impl Pepod {
         let watched = pool.clone();
         let workspaces = Workspaces::new(store.clone(), host.clone(), config.workspace.clone());
         let (find, settings) = (finder(&images, vmm), config.sandbox.clone());
-        let sessions = Sessions::new(workspaces, find, settings, pool, vmm, network);
+        let sessions = Sessions::new(workspaces, vault, find, settings, pool, vmm, network);
         let pepod = Pepod(Arc::new(Parts {
             guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
             config,
@@ -188,6 +194,7 @@ impl Pepod {
             apps,
             streams: Streams::default(),
             edge_has: watch::Sender::new(EdgeHas::default()),
+            backing: Arc::default(),
             tag,
             seen,
             runs_on,
@@ -451,6 +458,11 @@ impl Pepod {
     /// Streams of events that are open.
     pub fn streams(&self) -> &Streams {
         &self.0.streams
+    }
+
+    /// Held by the one backup that may be under way.
+    pub fn backing(&self) -> Arc<tokio::sync::Mutex<()>> {
+        self.0.backing.clone()
     }
 
     /// What the edge said it has, as it moves.

@@ -3,6 +3,7 @@
 //! ```text
 //! pepod [serve] [--ready-fd N] [--exit-when-idle SECONDS] [--set section.key=value]…
 //! pepod setup [--check] [--from FILE]                                                 [--json]
+//! pepod restore [--replace]                                     a backup on its input   [--json]
 //! pepod doctor | sweep [--dry-run] [--all] | version | config show|check|default      [--json]
 //! pepod keeper --fd N | jail --fd N | share --fd N | relay --fd N | build … | probe | probe-network   its own, by re-execution
 //! ```
@@ -14,6 +15,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use lexopt::ValueExt as _;
+use pepo_daemon::backup::There;
 use pepo_daemon::config::{Config, Typed, duration};
 use pepo_daemon::modes::{self, Print};
 use pepo_daemon::serve::{Flags, serve};
@@ -55,7 +57,7 @@ fn run() -> anyhow::Result<ExitCode> {
             Long("json") => print = Print::Json,
             Long("dry-run" | "check") | Short('n') => only_look = true,
             Long("from") => from = Some(std::path::PathBuf::from(parser.value()?)),
-            Long("all") => all = true,
+            Long("all" | "replace") => all = true,
             Long("version") | Short('V') => words = vec!["version".to_owned()],
             Value(word) => words.push(word.string()?),
             other => return Err(other.unexpected().into()),
@@ -80,6 +82,10 @@ fn run() -> anyhow::Result<ExitCode> {
     }
     match words[..] {
         ["sweep"] => return modes::sweep(&Config::read(&typed)?, only_look, all, print),
+        ["restore"] => {
+            let there = if all { There::MoveAside } else { There::Refuse };
+            return modes::restore(&typed, there, print);
+        }
         ["setup"] => return modes::setup(&Config::read(&typed)?, only_look, from.as_deref(), print),
         _ => {}
     }
@@ -88,6 +94,6 @@ fn run() -> anyhow::Result<ExitCode> {
         [] | ["serve"] => serve(config, seen, flags),
         ["doctor"] => modes::doctor(&config, &seen, print),
         ["version"] => modes::print_version(&config, &seen, print),
-        _ => anyhow::bail!("`{}` is no mode: serve, doctor, setup, sweep, version, config", words.join(" ")),
+        _ => anyhow::bail!("`{}` is no mode: serve, doctor, setup, sweep, restore, version, config", words.join(" ")),
     }
 }

@@ -76,6 +76,36 @@ pub fn enter_jail(fd: RawFd) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// `pepod restore [--replace]`: puts the backup on its input in place.
+///
+/// # Errors
+/// See [`crate::backup::restore`].
+pub fn restore(typed: &Typed, there: crate::backup::There, print: Print) -> anyhow::Result<ExitCode> {
+    let places = typed.places()?;
+    let root = rustix::process::geteuid().is_root();
+    let fake = cfg!(feature = "fake") && !root;
+    anyhow::ensure!(root || fake, "a backup must be restored as root: sudo pepo backup restore FILE");
+    let ours = || crate::accounts::Account {
+        uid: rustix::process::getuid().as_raw(),
+        gid: rustix::process::getgid().as_raw(),
+    };
+    let pepo = if root { crate::accounts::ensure(crate::accounts::PEPO)? } else { ours() };
+    let report = crate::backup::restore(&places, pepo, there, std::io::stdin().lock())?;
+    match print {
+        Print::Json => say_json(&report)?,
+        Print::Text => {
+            say(&format!("restored what was at {}\n", report.manifest.made_at))?;
+            for note in &report.notes {
+                say(&format!("{note}\n"))?;
+            }
+            for lack in &report.manifest.lacks {
+                say(&format!("not in it: {lack}\n"))?;
+            }
+        }
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
 /// `pepod probe`: one line about hardware virtualization. A process of its own, since a broken KVM may hold a thread for
 /// ever.
 ///

@@ -8,12 +8,14 @@
 
 mod daemon;
 
+use std::collections::BTreeMap;
+
 use daemon::{Daemon, Options, within};
 use pepo_api::client::{Client, ClientError, EventStream};
 use pepo_api::query::{ApplyFile, ListApps, ListEvents, ListKeys, ListSessions, RemoveApp, ShowFile};
 use pepo_api::{
     AppQuota, CreateApp, CreateCommand, CreateKey, CreateSession, EdgeState, ErrorCode, Event, FeedEvent, Quota,
-    RotateKey, Scope, UpdateApp, UpdateSession,
+    RotateKey, Scope, SecretText, UpdateApp, UpdateSession,
 };
 
 fn refused<T: std::fmt::Debug>(result: Result<T, ClientError>) -> pepo_api::Error {
@@ -364,5 +366,100 @@ async fn every_change_is_in_the_audit_log_with_who_and_how() {
     assert!(
         admin.covers(pepo_api::route::audit_list.action) && !Scope::all().covers(pepo_api::route::audit_list.action)
     );
+    daemon.end().await;
+}
+
+/// Every file below a directory.
+fn files(directory: &std::path::Path, into: &mut Vec<std::path::PathBuf>) {
+    for entry in std::fs::read_dir(directory).expect("directory") {
+        let path = entry.expect("entry").path();
+        let kind = std::fs::symlink_metadata(&path).expect("stat").file_type();
+        if kind.is_dir() {
+            files(&path, into);
+        } else if kind.is_file() {
+            into.push(path);
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_secret_is_in_the_guests_environment_and_nowhere_else() {
+    const FIRST: &str = "hush-5f1c-the-first";
+    const SECOND: &str = "hush-77aa-the-second";
+    let mut daemon =
+        Daemon::start(Options { flags: vec!["--set".into(), "log.level=debug".into()], ..Options::default() });
+    let client = daemon.client();
+    let secrets = |pairs: &[(&str, &str)]| {
+        pairs.iter().map(|(name, value)| ((*name).to_owned(), SecretText::new(*value))).collect()
+    };
+    let new = CreateSession {
+        name: Some("web".into()),
+        secrets: Some(secrets(&[("TOKEN", FIRST), ("OTHER", "x")])),
+        reactivate: Some(true),
+        ..Default::default()
+    };
+    let session = client.session_create(&new).await.expect("session");
+    assert_eq!(session.secret_names, ["OTHER", "TOKEN"]);
+    // Said by its length, so that no output of a command has it either.
+    let length = |value: &str| CreateCommand {
+        command: Some(format!("test \"${{#TOKEN}}\" = {} && test -n \"$TOKEN\"", value.len())),
+        ..Default::default()
+    };
+    let exit = async |value| {
+        client.command_create("web", &length(value)).await.expect("command").command.end.expect("end").exit_code
+    };
+    assert_eq!(exit(FIRST).await, Some(0));
+
+    let update = UpdateSession {
+        secrets: Some([("TOKEN".to_owned(), Some(SecretText::new(SECOND))), ("OTHER".to_owned(), None)].into()),
+        ..Default::default()
+    };
+    let updated = client.session_update("web", &update).await.expect("update");
+    assert_eq!(updated.secret_names, ["TOKEN"]);
+    assert_eq!(exit(FIRST).await, Some(0), "this activation has what it began with");
+    daemon.kill();
+    daemon.restart();
+    client.session_release("web").await.expect("released");
+    assert_eq!(exit(SECOND).await, Some(0), "the next one has the new value");
+
+    let refuse = async |secrets: BTreeMap<String, SecretText>, env: &[(&str, &str)]| {
+        let env = env.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect();
+        refused(client.session_create(&CreateSession { secrets: Some(secrets), env, ..Default::default() }).await)
+    };
+    for error in [
+        refuse(secrets(&[("A=B", FIRST)]), &[]).await,
+        refuse(secrets(&[("A", FIRST)]), &[("A", "public")]).await,
+        refuse(secrets(&[("A", &FIRST.repeat(1000))]), &[]).await,
+        refuse(secrets(&[("A", &format!("{FIRST}\0"))]), &[]).await,
+    ] {
+        assert_eq!((error.code, error.param.as_deref()), (ErrorCode::Invalid, Some("secrets")), "{error}");
+        assert!(!format!("{error:?}").contains("hush"), "{error:?}");
+    }
+    let keyed = CreateSession { name: None, ..new.clone() };
+    client.session_open("k", &keyed).await.expect("opened");
+    client.session_open("k", &keyed).await.expect("the same again");
+    let other = CreateSession { secrets: Some(secrets(&[("TOKEN", SECOND), ("OTHER", "x")])), ..keyed };
+    let error = refused(client.session_open("k", &other).await);
+    assert_eq!((error.code, error.param.as_deref()), (ErrorCode::Conflict, Some("secrets")));
+
+    let shown = client.session_show("web", &Default::default()).await.expect("show");
+    let listed = client.session_list(&ListSessions::default()).await.expect("list").items;
+    let feed = client.event_list(&ListEvents::default()).await.expect("feed").items;
+    let audit = client.audit_list(&ListEvents::default()).await.expect("audit").items;
+    let commands = client.command_list("web", &Default::default()).await.expect("commands").items;
+    let all = serde_json::to_string(&(shown, listed, feed, audit, commands)).expect("json");
+    assert!(!all.contains("hush"), "{all}");
+    // Neither in the store (main file, log, key), nor in our log, nor anywhere else of the instance.
+    let mut everything = Vec::new();
+    files(daemon.home(), &mut everything);
+    assert!(
+        everything.iter().any(|path| path.ends_with("secret.key"))
+            && everything.iter().any(|path| path.ends_with("pepo.db"))
+    );
+    for path in everything {
+        let bytes = std::fs::read(&path).unwrap_or_default();
+        assert!(!bytes.windows(5).any(|window| window == b"hush-"), "in {}", path.display());
+    }
+    client.session_terminate("web").await.expect("end");
     daemon.end().await;
 }

@@ -561,7 +561,7 @@ async fn what_this_release_cannot_do_is_named() {
     for (body, code, param) in [
         (json!({"network": {"mode": "public"}}), ErrorCode::Unsupported, "network.mode"),
         (json!({"workspace": {"own": true}}), ErrorCode::Unsupported, "workspace"),
-        (json!({"secrets": {"A": "b"}}), ErrorCode::Unsupported, "secrets"),
+        (json!({"secrets": {"A=": "b"}}), ErrorCode::Invalid, "secrets"),
         (json!({"persist": ["~/.x"]}), ErrorCode::Unsupported, "persist"),
         (json!({"setup": {"command": ""}}), ErrorCode::Invalid, "setup.command"),
         (json!({"setup": {"command": "x", "timeout_seconds": 0}}), ErrorCode::Invalid, "setup.timeout_seconds"),

@@ -448,6 +448,11 @@ impl Client {
         self.json(self.request(&route::drain, &[])?.with_json(body)?.waiting(patience)).await
     }
 
+    /// What of the instance cannot be made again, as a tar stream: with the keys of secrets in it.
+    pub async fn backup(&self) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::backup, &[])?.waiting(LONG)).await
+    }
+
     /// Ends the daemon and every Sandbox.
     pub async fn down(&self) -> Result<(), ClientError> {
         self.empty(self.request(&route::down, &[])?.waiting(60)).await

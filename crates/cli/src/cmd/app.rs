@@ -85,6 +85,9 @@ struct Settings {
     /// Commands that run
     #[arg(long, value_name = "N", help_heading = "The most that all of them may have")]
     quota_commands: Option<u64>,
+    /// Caps of Workspaces together
+    #[arg(long, value_name = "SIZE", value_parser = value::mebibytes, help_heading = "The most that all of them may have")]
+    quota_workspaces: Option<u32>,
 }
 
 impl Settings {
@@ -111,6 +114,7 @@ impl Settings {
                 memory_mib: self.quota_memory.map(u64::from).or(quota.memory_mib),
                 cpus: self.quota_cpus.or(quota.cpus),
                 commands: self.quota_commands.or(quota.commands),
+                workspace_mib: self.quota_workspaces.map(u64::from).or(quota.workspace_mib),
             },
         )
     }
@@ -434,6 +438,7 @@ fn details(app: &Record) -> Outcome<String> {
         ("memory MiB", of(used.memory_mib, quota.memory_mib)),
         ("cpus", of(used.cpus, quota.cpus)),
         ("commands", of(used.commands, quota.commands)),
+        ("workspaces MiB", of(used.workspace_mib, quota.workspace_mib)),
     ]);
     let mut lines = Vec::new();
     leaves("", &plain(&app.settings)?, &mut lines);

@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
-use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, ServiceSpec, Setup};
+use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, SecretText, ServiceSpec, Setup};
 
 use crate::fail::{Failure, Outcome};
 use crate::follow::Stdin;
@@ -124,6 +124,42 @@ impl Environment {
         }
         for text in &self.env {
             all.extend(value::variable(text, place::variable).map_err(|why| Failure::new(format!("-e: {why}")))?);
+        }
+        Ok(all)
+    }
+}
+
+/// What only the guest may know.
+#[derive(Debug, Args)]
+pub struct Secrets {
+    /// A secret variable: NAME takes your own, NAME=VALUE shows it to who lists processes here
+    #[arg(long = "secret", value_name = "NAME")]
+    secrets: Vec<String>,
+    /// A secret variable from a file, as it is
+    #[arg(long, value_name = "NAME=FILE")]
+    secret_file: Vec<String>,
+}
+
+impl Secrets {
+    /// All of them. One that is not set is a failure: nothing runs without it by mistake.
+    pub fn all(&self) -> Outcome<BTreeMap<String, SecretText>> {
+        let mut all = BTreeMap::new();
+        for text in &self.secret_file {
+            let Some((name, path)) = text.split_once('=').filter(|(name, path)| !name.is_empty() && !path.is_empty())
+            else {
+                return Err(Failure::new("--secret-file takes NAME=FILE"));
+            };
+            let value = std::fs::read_to_string(path)
+                .map_err(|error| Failure::new(format!("--secret-file {name}={path}: {error}")))?;
+            all.insert(name.to_owned(), SecretText::new(value));
+        }
+        for text in &self.secrets {
+            let name = text.split_once('=').map_or(text.as_str(), |(name, _)| name);
+            match value::variable(text, place::variable) {
+                Ok(Some((name, value))) => all.insert(name, SecretText::new(value)),
+                Ok(None) => return Err(Failure::new(format!("--secret {name}: your environment has no `{name}`"))),
+                Err(_) => return Err(Failure::new("--secret takes NAME, or NAME=VALUE")),
+            };
         }
         Ok(all)
     }

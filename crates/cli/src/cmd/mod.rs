@@ -2,6 +2,7 @@
 
 mod app;
 mod attach;
+mod backup;
 mod completion;
 mod config;
 mod cp;
@@ -99,6 +100,9 @@ enum Verb {
     Setup(setup::Setup),
     /// Remove what dead Sessions and daemons left on this host
     Sweep(sweep::Sweep),
+    /// Save what cannot be made again, and bring it back
+    #[command(subcommand)]
+    Backup(backup::Backup),
     /// Check and show settings
     #[command(subcommand)]
     Config(config::Config),
@@ -150,6 +154,7 @@ impl Cli {
             Verb::Doctor(verb) => verb.run(place()?).await,
             Verb::Setup(verb) => verb.run(place()?).await,
             Verb::Sweep(verb) => verb.run(place()?).await,
+            Verb::Backup(verb) => verb.run(place()?).await,
             Verb::Config(verb) => verb.run(place()?).await,
             Verb::Version(verb) => verb.run(place()?).await,
             Verb::Completion(verb) => verb.run(),

@@ -10,7 +10,7 @@ use pepo_api::client::Client;
 use pepo_api::query::ShowSession;
 use pepo_api::{CommandId, CreateCommand, OnDisconnect, Session, SessionState, UpdateSession};
 
-use super::flags::{How, Shape};
+use super::flags::{How, Secrets, Shape};
 use crate::fail::{self, Failure, Notes, Outcome, note};
 use crate::follow::{self, Detach, Ending, Followed, Outputs, Stdin};
 use crate::interrupt::{Caught, Interrupts};
@@ -38,6 +38,8 @@ pub struct Run {
     key: Option<String>,
     #[command(flatten)]
     how: How,
+    #[command(flatten)]
+    secrets: Secrets,
     /// Copy a file, or what is in a directory, into the Sandbox before the start
     #[arg(long, value_name = "SRC[:DST]", value_parser = value::copy)]
     copy: Vec<Copy>,
@@ -87,6 +89,7 @@ impl Run {
         let mut command = self.how.command(&self.argv, on_disconnect)?;
         command.open_stdin &= !self.json;
         let stdin = if self.detach { Stdin::None } else { self.how.stdin()? };
+        let secrets = Some(self.secrets.all()?).filter(|secrets| !secrets.is_empty());
         for copy in &self.copy {
             std::fs::symlink_metadata(&copy.source)
                 .map_err(|error| Failure::new(format!("--copy {}: {error}", copy.source.display())))?;
@@ -99,6 +102,7 @@ impl Run {
         request.keep_alive_seconds = Some(self.keep_alive.unwrap_or(0).max(KEPT));
         // What is run once leaves nothing behind, unless it is given a place.
         request.workspace.get_or_insert(None);
+        request.secrets = secrets;
         let id = command.id.unwrap_or_else(CommandId::generate);
 
         // Not given up half-way: what was made must be known to be ended.

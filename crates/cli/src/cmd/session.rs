@@ -1,11 +1,13 @@
 //! `pepo session …`.
 
+use std::collections::BTreeMap;
+
 use clap::{Args, Subcommand, ValueEnum};
 use pepo_api::client::Client;
 use pepo_api::query::{ListSessions, ShowServices, ShowSession};
 use pepo_api::{IfTerminated, Service, ServiceState, Session as Record, SessionState, UpdateSession};
 
-use super::flags::{Begins, Environment, Shape};
+use super::flags::{Begins, Environment, Secrets, Shape};
 use super::run::{end, wait_active};
 use crate::fail::{self, Failure, Notes, Outcome};
 use crate::interrupt::Interrupts;
@@ -36,6 +38,8 @@ pub struct Create {
     shape: Shape,
     #[command(flatten)]
     environment: Environment,
+    #[command(flatten)]
+    secrets: Secrets,
     #[command(flatten)]
     begins: Begins,
     /// Open the Session of this key, or make it; what else is said must be as it is there
@@ -116,6 +120,11 @@ pub struct Update {
     /// What is given of these holds from its next machine on: all variables, setup, all services
     #[command(flatten)]
     environment: Environment,
+    #[command(flatten)]
+    secrets: Secrets,
+    /// Take a secret away; may be given several times
+    #[arg(long, value_name = "NAME")]
+    no_secret: Vec<String>,
     #[command(flatten)]
     begins: Begins,
     /// From its next machine on, nothing sets it up
@@ -233,6 +242,7 @@ impl Create {
     async fn run(&self, place: Place) -> Outcome<u8> {
         let mut request = self.shape.request();
         request.env = self.environment.variables()?;
+        request.secrets = Some(self.secrets.all()?).filter(|secrets| !secrets.is_empty());
         request.keep_alive_seconds = self.keep_alive;
         request.expires_seconds = self.expires;
         request.reactivate = self.reactivate.then_some(true);
@@ -353,6 +363,7 @@ fn details(session: &Record, services: &[Service]) -> String {
             session.last_end.as_ref().map_or_else(String::new, |e| format!("{}, {}", fail::why(e), render::time(e.at))),
         ),
         ("env", pairs(&session.env)),
+        ("secrets", session.secret_names.join(" ")),
         ("labels", pairs(&session.labels)),
         ("created", render::time(session.created_at)),
         ("active since", time(session.active_at)),
@@ -423,6 +434,15 @@ impl Update {
             expires_seconds: self.expires,
             network: self.net.clone(),
             env: Some(self.environment.variables()?).filter(|env| !env.is_empty()),
+            secrets: Some(
+                self.secrets
+                    .all()?
+                    .into_iter()
+                    .map(|(name, value)| (name, Some(value)))
+                    .chain(self.no_secret.iter().map(|name| (name.clone(), None)))
+                    .collect(),
+            )
+            .filter(|secrets: &BTreeMap<_, _>| !secrets.is_empty()),
             setup: match self.no_setup {
                 true => Some(None),
                 false => self.begins.setup().map(Some),
@@ -431,7 +451,7 @@ impl Update {
         };
         if update == UpdateSession::default() {
             return Err(Failure::new("nothing to change")
-                .hint("--name, --label, --keep-alive, --expires, --net, --env, --setup, --service"));
+                .hint("--name, --label, --keep-alive, --expires, --net, --env, --secret, --setup, --service"));
         }
         let session = client.session_update(&self.session, &update).await?;
         print(&session, self.json)

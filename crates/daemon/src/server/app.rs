@@ -158,6 +158,10 @@ async fn remove(
             pepo_api::Error::new(ErrorCode::Conflict, format!("{live} Sessions of the App `{}` live", app.name))
                 .hint("end them first, or say `force` to end them with it"),
         ),
+        store::Error::HasWorkspaces(number) => Problem::from(
+            pepo_api::Error::new(ErrorCode::Conflict, format!("the App `{}` has {number} Workspaces", app.name))
+                .hint("remove them first: `pepo workspace ls`, `pepo workspace rm`"),
+        ),
         error => error.into(),
     })?;
     super::key::settled(&pepod).await;

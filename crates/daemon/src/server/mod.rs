@@ -211,11 +211,17 @@ impl From<Error> for Problem {
             Error::OutputGone(_) => ApiError::new(ErrorCode::OutputGone, text),
             Error::Workspace(error) => return Problem::from(error),
             Error::Guest(error) => guest_error(error, text),
+            Error::Secret(_) => {
+                tracing::error!(error = text, "a secret cannot be used");
+                ApiError::new(ErrorCode::Internal, text)
+            }
             Error::Store(store::Error::Quota(quota)) => ApiError::new(ErrorCode::TooManyRequests, text)
                 .hint("end what is not needed any more, or ask the operator for a larger quota")
                 .quota(quota),
             Error::Store(store::Error::NoApp) => ApiError::new(ErrorCode::NotFound, text),
-            Error::Store(store::Error::InUse(_) | store::Error::Stale) => ApiError::new(ErrorCode::Conflict, text),
+            Error::Store(store::Error::InUse(_) | store::Error::HasWorkspaces(_) | store::Error::Stale) => {
+                ApiError::new(ErrorCode::Conflict, text)
+            }
             Error::Store(_) | Error::Host(_) | Error::Lost(_) | Error::NoSandbox(_) => {
                 tracing::error!(error = text, "a request failed by a fault of ours");
                 ApiError::new(ErrorCode::Internal, text)

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
+use bytes::Bytes;
 use http::StatusCode;
 use pepo_api::query::ShowEdgeState;
 use pepo_api::{
@@ -24,6 +25,7 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::drain, drain);
     routes.route(&route::down, down);
     routes.route(&route::edge_state, edge_state);
+    routes.route(&route::backup, backup);
     routes.route(&route::healthz, healthz);
     routes.route(&route::readyz, readyz);
 }
@@ -133,6 +135,49 @@ async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeStat
     };
     let keys = Some(keys.into_iter().map(shown).collect());
     Ok(axum::Json(EdgeState { generation, keys }).into_response())
+}
+
+/// A backup as it is made. It breaks off where something fails, so what came whole is whole.
+async fn backup(State(pepod): State<Pepod>) -> Result<Response, Problem> {
+    let only = pepod.backing().try_lock_owned();
+    let only = only.map_err(|_| Problem::new(ErrorCode::Conflict, "another backup is being made"))?;
+    let busy = pepod.busy();
+    let (sender, pieces) = tokio::sync::mpsc::channel::<Result<Bytes, std::io::Error>>(8);
+    tokio::task::spawn_blocking(move || {
+        let (_only, _busy) = (only, busy);
+        let out = std::io::BufWriter::with_capacity(PIECE, Pieces(sender.clone()));
+        if let Err(error) = crate::backup::create(pepod.store(), &pepod.config().places, out) {
+            let text = format!("{error:#}");
+            tracing::error!(error = text, "a backup broke off");
+            // Where its caller went away there is nobody to tell.
+            let _ = sender.blocking_send(Err(std::io::Error::other(text)));
+        }
+    });
+    let stream =
+        futures_util::stream::unfold(
+            pieces,
+            |mut pieces| async move { pieces.recv().await.map(|piece| (piece, pieces)) },
+        );
+    let kind = [(http::header::CONTENT_TYPE, "application/x-tar"), (http::header::CACHE_CONTROL, "no-store")];
+    Ok((kind, axum::body::Body::from_stream(stream)).into_response())
+}
+
+/// Bytes of one piece of a backup's stream.
+const PIECE: usize = 256 * 1024;
+
+/// Writes into a stream that its reader pulls.
+struct Pieces(tokio::sync::mpsc::Sender<Result<Bytes, std::io::Error>>);
+
+impl std::io::Write for Pieces {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        let piece = Bytes::copy_from_slice(bytes);
+        self.0.blocking_send(Ok(piece)).map_err(|_| std::io::Error::from(std::io::ErrorKind::BrokenPipe))?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
 }
 
 async fn healthz() -> Response {

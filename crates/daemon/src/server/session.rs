@@ -73,7 +73,23 @@ async fn open(
         Opened::Made(session) => Ok(opened(&session, StatusCode::CREATED)),
         Opened::Found(session) => {
             settings::same(&asked, &session.now().spec)?;
+            same_secrets(&pepod, &session, &asked).await?;
             Ok(opened(&session, StatusCode::OK))
+        }
+    }
+}
+
+/// Whether a Session has the secrets that were asked for, where some were. Which differs is not told, nor how.
+async fn same_secrets(pepod: &Pepod, session: &Handle, asked: &CreateSession) -> Result<(), Problem> {
+    let Some(asked) = asked.secrets.as_ref().filter(|asked| !asked.is_empty()) else { return Ok(()) };
+    let has = pepod.sessions().unseal(session.id()).await?.0;
+    let same = asked.len() == has.len()
+        && asked.iter().all(|(name, value)| has.get(name).is_some_and(|has| has.as_str() == value.expose()));
+    match same {
+        true => Ok(()),
+        false => {
+            let message = "the Session of this key has other secrets; PATCH it to change them";
+            Err(Problem::new(pepo_api::ErrorCode::Conflict, message).param_of("secrets"))
         }
     }
 }
@@ -380,6 +396,7 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         workspace: now.spec.workspace.as_ref().map(in_use),
         persist: now.spec.persist.clone(),
         env: now.spec.env.clone(),
+        secret_names: now.spec.secrets.iter().cloned().collect(),
         labels: now.spec.labels.clone(),
         created_at: session.created_at(),
         expires_at: now.expires_at,
@@ -415,6 +432,7 @@ fn shown_row(row: SessionRow) -> Session {
         workspace: row.spec.workspace.as_ref().map(in_use),
         persist: row.spec.persist,
         env: row.spec.env,
+        secret_names: row.spec.secrets.into_iter().collect(),
         labels: row.spec.labels,
         created_at: row.created_at,
         expires_at: row.expires_at,

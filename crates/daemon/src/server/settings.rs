@@ -3,13 +3,17 @@
 
 use std::collections::BTreeMap;
 
-use pepo_api::{CreateSession, ErrorCode, ImageId, NetworkSpec, ServiceSpec, Setup, UpdateSession, WorkspaceChoice};
+use pepo_api::{
+    CreateSession, ErrorCode, ImageId, NetworkSpec, SecretText, ServiceSpec, Setup, UpdateSession, WorkspaceChoice,
+};
 use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan;
+use zeroize::Zeroizing;
 
 use super::{Call, Problem, app};
 use crate::config::SandboxConfig;
-use crate::session::{Error, NewSession, Spec, Update};
+use crate::secrets::Secrets;
+use crate::session::{Error, NewSession, Spec, Update, secret};
 use crate::{Pepod, network};
 
 /// What was asked for, with the defaults, or what is wrong with it.
@@ -34,11 +38,6 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         // Of opening a key, which has looked at it.
         if_terminated: _,
     } = body;
-    let absent = |param: &str, is_there: bool, why: &str| match is_there {
-        true => Err(Problem::unsupported(param, format!("this release has no {why}; leave `{param}` out"))),
-        false => Ok(()),
-    };
-    absent("secrets", secrets.is_some_and(|secrets| !secrets.is_empty()), "encrypted secrets")?;
     let network = network.unwrap_or_else(|| network::unnamed(pepod.sessions().network()));
     meant(pepod, &network)?;
     let config = pepod.sessions().config();
@@ -52,6 +51,11 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
     }
     check_labels(&labels)?;
     check_env("env", &env)?;
+    let secrets = secrets.unwrap_or_default();
+    check_secrets(secrets.iter().map(|(name, value)| (name, Some(value))), &env)?;
+    secret::fits(secrets.iter().map(|(name, value)| (name.as_str(), value.expose().len())))?;
+    let secrets = secrets.into_iter().map(|(name, value)| (name, Zeroizing::new(value.expose().to_owned())));
+    let secrets = Secrets(secrets.collect());
     let services = services.unwrap_or_default();
     check_setup(setup.as_ref())?;
     check_services(&services)?;
@@ -85,6 +89,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
             0,
         )?,
         env,
+        secrets: secrets.0.keys().cloned().collect(),
         labels,
         expires_seconds,
         reactivate: reactivate.unwrap_or(false),
@@ -95,7 +100,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         persist,
     };
     let expires_at = expires_seconds.and_then(expiry);
-    Ok(NewSession { app: call.app, spec, expires_at, workspace })
+    Ok(NewSession { app: call.app, spec, expires_at, workspace, secrets })
 }
 
 /// Which Workspace: its own where nothing is said, and none where that is said.
@@ -140,7 +145,8 @@ fn check_persist(paths: &[String], has_workspace: bool) -> Result<(), Problem> {
 
 /// What an update asks for, or what is wrong with it.
 pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<Update, Problem> {
-    let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network, env, setup, services } = body;
+    let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network, env, secrets, setup, services } =
+        body;
     let network = match network {
         Some(said) => {
             let policy = meant(pepod, &said)?;
@@ -164,7 +170,36 @@ pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<
         app::within("keep_alive_seconds", Some(seconds), None, seconds, app.settings.limits.keep_alive_seconds)?;
     }
     let expires_seconds = expires_seconds.map(|seconds| bounded("expires_seconds", seconds, 1)).transpose()?;
-    Ok(Update { name, labels, keep_alive_seconds, expires_seconds, env, setup, services, network })
+    let secrets = secrets.unwrap_or_default();
+    check_secrets(secrets.iter().map(|(name, value)| (name, value.as_ref())), &env.clone().unwrap_or_default())?;
+    let secrets = secrets
+        .into_iter()
+        .map(|(name, value)| (name, value.map(|value| Zeroizing::new(value.expose().to_owned()))))
+        .collect();
+    Ok(Update { name, labels, keep_alive_seconds, expires_seconds, env, secrets, setup, services, network })
+}
+
+/// Secrets are variables too, and no variable is both public and secret. No value is in a refusal.
+fn check_secrets<'a>(
+    secrets: impl Iterator<Item = (&'a String, Option<&'a SecretText>)>,
+    env: &BTreeMap<String, String>,
+) -> Result<(), Problem> {
+    for (name, value) in secrets {
+        if name.is_empty()
+            || name.len() > 256
+            || name.contains(['=', '\0'])
+            || value.is_some_and(|value| value.expose().contains('\0'))
+        {
+            let name: String = name.chars().take(80).flat_map(char::escape_debug).collect();
+            let message = format!("`{name}` is not a variable: 1 to 256 bytes, no `=` in it, no NUL in name or value");
+            return Err(Problem::invalid("secrets", message));
+        }
+        if value.is_some() && env.contains_key(name) {
+            let message = format!("`{}` is in `env` and in `secrets`; leave one out", name.escape_debug());
+            return Err(Problem::invalid("secrets", message));
+        }
+    }
+    Ok(())
 }
 
 /// Whether a Session is what was asked for, as far as that was said.

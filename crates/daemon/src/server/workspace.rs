@@ -36,6 +36,8 @@ impl From<Error> for Problem {
                 pepo_api::Error::new(ErrorCode::NoCapacity, text)
                     .hint("remove a Workspace (`pepo workspace ls`, `pepo workspace rm`) or raise `workspace.budget`"),
             ),
+            // Quotas and refusals of the store read the same whatever they are about.
+            Error::Store(error) if error.is_an_answer() => crate::session::Error::from(error).into(),
             Error::Store(_) | Error::Host(_) => {
                 tracing::error!(error = text, "a request about a Workspace failed by a fault of ours");
                 Problem::new(ErrorCode::Internal, text)

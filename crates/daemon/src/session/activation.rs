@@ -6,7 +6,7 @@
 use jiff::Timestamp;
 use pepo_api::{NetworkSpec, Reason};
 use pepo_sandbox::plan::Network as Interface;
-use pepo_sandbox::proto::{Activate, Keep, Network};
+use pepo_sandbox::proto::{Activate, Keep, Network, Variable};
 use pepo_sandbox::{Active, Exit, Warm, chain};
 use tokio_util::sync::CancellationToken;
 
@@ -157,9 +157,13 @@ async fn attempt(
     let mut entropy = vec![0; ENTROPY];
     rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
         .map_err(|error| failed(&std::io::Error::from(error)))?;
+    let mut env = session.environment();
+    // Opened here and nowhere before: for the guest that may know them.
+    let secrets = sessions.unseal(session.id()).await.map_err(|error| failed(&error))?;
+    env.extend(secrets.0.iter().map(|(name, value)| Variable { name: name.clone(), value: value.to_string() }));
     let activate = Activate {
         hostname: session.id().hex(),
-        env: session.environment(),
+        env,
         clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
         entropy,
         network,

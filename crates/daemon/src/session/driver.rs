@@ -618,6 +618,15 @@ impl Driver {
             let row = crate::store::SessionRow { spec: spec.clone(), ..self.session.row() };
             self.sessions.0.store.write(Write::Session(Box::new(row))).await?;
         }
+        if !update.secrets.is_empty() {
+            self.sessions.change_secrets(self.session.id(), &update.secrets).await?;
+            for (name, value) in update.secrets {
+                match value {
+                    Some(_) => spec.secrets.insert(name),
+                    None => spec.secrets.remove(&name),
+                };
+            }
+        }
         if let Some(labels) = update.labels {
             spec.labels = labels;
         }

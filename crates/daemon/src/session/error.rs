@@ -100,6 +100,9 @@ pub enum Error {
     /// Its Workspace.
     #[error(transparent)]
     Workspace(#[from] crate::workspace::Error),
+    /// A secret.
+    #[error(transparent)]
+    Secret(#[from] crate::secrets::Error),
     /// The store.
     #[error("the record could not be kept")]
     Store(#[source] store::Error),

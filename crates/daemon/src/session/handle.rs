@@ -10,6 +10,7 @@ use pepo_api::{AppId, Ended, Reason, ServiceSpec, SessionId, Setup};
 use pepo_sandbox::guest::Guest;
 use pepo_sandbox::proto::Variable;
 use tokio::sync::{mpsc, oneshot, watch};
+use zeroize::Zeroizing;
 
 use super::state::{Cause, Lives, State};
 use super::{Commands, Error, Services, Spec, Ticket, activity, ended};
@@ -67,6 +68,8 @@ pub struct Update {
     pub expires_seconds: Option<u64>,
     /// All environment of later activations.
     pub env: Option<BTreeMap<String, String>>,
+    /// Secrets of later activations: set, or taken away.
+    pub secrets: BTreeMap<String, Option<Zeroizing<String>>>,
     /// What runs first in later activations, or nothing.
     pub setup: Option<Option<Setup>>,
     /// All Services of later activations.

@@ -19,12 +19,13 @@ mod handle;
 mod kept;
 mod keyed;
 mod resume;
+pub mod secret;
 mod service;
 mod setup;
 pub mod state;
 mod table;
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use futures_util::future::BoxFuture;
@@ -68,6 +69,9 @@ pub struct Spec {
     pub keep_alive_seconds: u64,
     /// Environment of every command.
     pub env: BTreeMap<String, String>,
+    /// Names of the secrets in it.
+    #[serde(default, skip_serializing_if = "BTreeSet::is_empty")]
+    pub secrets: BTreeSet<String>,
     /// For filtering.
     pub labels: BTreeMap<String, String>,
     /// How long it was to live, as it was asked for.

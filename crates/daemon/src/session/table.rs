@@ -19,6 +19,7 @@ use crate::config::{PoolConfig, Retention, SandboxConfig};
 use crate::egress::{Egress, Whose};
 use crate::network::Network;
 use crate::pool::{Claimed, Pool, Shape};
+use crate::secrets::{Secrets, Vault};
 use crate::store::{self, SessionRow, Store, Write};
 use crate::workspace::{Use, Workspaces};
 
@@ -33,6 +34,8 @@ pub struct NewSession {
     pub expires_at: Option<jiff::Timestamp>,
     /// Which Workspace it gets.
     pub workspace: Option<WorkspaceChoice>,
+    /// What only the guest may know; the names are in `spec`.
+    pub secrets: Secrets,
 }
 
 /// All Sessions that have not ended.
@@ -56,6 +59,7 @@ pub(super) struct Inner {
     pub(super) vmm: Vmm,
     pub(super) network: Option<Network>,
     pub(super) egress: Option<Egress>,
+    pub(super) vault: Vault,
     pub(super) shelf: Shelf,
     pub(super) owed: Mutex<BTreeMap<SandboxId, String>>,
     pub(super) workspaces: Workspaces,
@@ -71,6 +75,7 @@ impl Sessions {
     /// An empty table.
     pub fn new(
         workspaces: Workspaces,
+        vault: Vault,
         find_image: FindImage,
         config: SandboxConfig,
         pool: PoolConfig,
@@ -94,6 +99,7 @@ impl Sessions {
             config,
             vmm,
             network,
+            vault,
             shelf: Shelf::default(),
             owed: Mutex::default(),
             workspaces,
@@ -191,7 +197,7 @@ impl Sessions {
     }
 
     async fn make(&self, new: NewSession) -> Result<Session, Error> {
-        let NewSession { app, mut spec, expires_at, workspace } = new;
+        let NewSession { app, mut spec, expires_at, workspace, secrets } = new;
         // Whoever has too much already does not wait for more; what is written decides all the same.
         self.0.store.check_quota(app, spec.memory_mib, spec.cpus).await?;
         let mut room = self.room(app, spec.image.clone(), &spec).await?;
@@ -215,10 +221,16 @@ impl Sessions {
             ended: None,
         };
         let (session, asks) = self.handle(id, app, store::now(), published);
+        if let Err(error) = self.seal(id, &secrets).await {
+            self.unchoose(app, used).await;
+            return Err(error);
+        }
         let row = Box::new(session.row());
+        let forget = || self.0.store.write_soon(Write::ForgetSecrets(session.id()));
         match room.claim(session.id(), 1) {
             None => {
                 if let Err(error) = self.0.store.write(Write::NewSession(row)).await {
+                    forget();
                     self.unchoose(app, used).await;
                     return Err(error.into());
                 }
@@ -227,6 +239,7 @@ impl Sessions {
             Some(claim) => match self.0.store.write(Write::NewSessionOn(row, claim)).await {
                 Ok(()) => room.committed = true,
                 Err(error) => {
+                    forget();
                     if matches!(error, store::Error::NotClaimed(_)) || !error.is_an_answer() {
                         // Whose it is now is not known.
                         room.discard().await;

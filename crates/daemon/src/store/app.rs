@@ -106,7 +106,7 @@ fn put_file(transaction: &Transaction<'_>, row: &AppRow, text: &str, actor: Acto
     Ok(())
 }
 
-/// Removes an App: refused while a Session of it lives. Its name is free, its keys are none any more; records of what was
+/// Removes an App: refused while a Session of it lives or a Workspace is there. Its name is free, its keys are none any more; records of what was
 /// its go with their retention, and then its row.
 pub(super) fn remove(transaction: &Transaction<'_>, app: AppId) -> Result<(), Error> {
     let (id, now) = (app.to_string(), millis(jiff::Timestamp::now()));
@@ -117,6 +117,11 @@ pub(super) fn remove(transaction: &Transaction<'_>, app: AppId) -> Result<(), Er
     )?;
     if live > 0 {
         return Err(Error::InUse(live as u64));
+    }
+    let workspaces: i64 =
+        transaction.query_row("SELECT count(*) FROM workspaces WHERE app_id = ?1", [&id], |row| row.get(0))?;
+    if workspaces > 0 {
+        return Err(Error::HasWorkspaces(workspaces as u64));
     }
     transaction.execute(
         "UPDATE apps SET name = 'removed ' || id, removed_at = ?2 WHERE id = ?1 AND removed_at IS NULL",
@@ -132,7 +137,8 @@ pub(super) fn remove(transaction: &Transaction<'_>, app: AppId) -> Result<(), Er
 pub(super) fn prune(transaction: &Transaction<'_>, before: i64) -> Result<(), Error> {
     transaction.execute(
         "DELETE FROM apps WHERE removed_at < ?1 AND NOT EXISTS (SELECT 1 FROM sessions WHERE app_id = apps.id)
-         AND NOT EXISTS (SELECT 1 FROM keys WHERE app_id = apps.id)",
+         AND NOT EXISTS (SELECT 1 FROM keys WHERE app_id = apps.id)
+         AND NOT EXISTS (SELECT 1 FROM workspaces WHERE app_id = apps.id)",
         [before],
     )?;
     Ok(())

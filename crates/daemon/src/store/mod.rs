@@ -15,6 +15,7 @@ mod command;
 mod event;
 mod key;
 mod quota;
+mod secret;
 mod session;
 mod usage;
 mod workspace;
@@ -31,6 +32,7 @@ pub use command::{CommandRow, CommandSpec, EndRow};
 pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{KeyRow, KeySpec, NewKey};
+pub use secret::ChangedSecrets;
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
 pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
 pub use workspace::{Budget, WorkspaceRow};
@@ -82,6 +84,9 @@ pub enum Error {
     /// Something of it lives.
     #[error("{0} live Sessions")]
     InUse(u64),
+    /// It has Workspaces, which are somebody's work.
+    #[error("it has {0} Workspaces")]
+    HasWorkspaces(u64),
     /// Somebody else changed it meanwhile.
     #[error("it was changed meanwhile")]
     Stale,
@@ -127,6 +132,7 @@ impl Error {
                 | Error::NotClaimed(_)
                 | Error::NoApp
                 | Error::InUse(_)
+                | Error::HasWorkspaces(_)
                 | Error::Stale
                 | Error::Quota(_)
                 | Error::NoRoom { .. }
@@ -144,6 +150,10 @@ pub enum Write {
     NewSessionOn(Box<SessionRow>, Claim),
     /// The Session as it is now.
     Session(Box<SessionRow>),
+    /// Secrets of a Session: before it, where it is new.
+    Secrets(Box<ChangedSecrets>),
+    /// That Session was not made: its secrets are nobody's.
+    ForgetSecrets(pepo_api::SessionId),
     /// A Sandbox about to be made; nobody's yet.
     NewSandbox(pepo_api::SandboxId),
     /// That Sandbox is a Session's from now on. Refused where it is somebody's, or not there.
@@ -256,9 +266,62 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION];
+
+/// The schema that this release makes.
+#[allow(clippy::cast_possible_truncation, reason = "there are a few")]
+pub const SCHEMA: u32 = MIGRATIONS.len() as u32;
+
+/// The schema of a store that nobody uses, if it is sound and not from a newer release.
+///
+/// # Errors
+/// [`Error::Newer`], [`Error::Damaged`].
+pub fn inspect(path: &Path) -> Result<u32, Error> {
+    let connection = connect(path, OpenFlags::SQLITE_OPEN_READ_ONLY)?;
+    sound(&connection, path)?;
+    let found: u32 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
+    match found {
+        0 => Err(Error::Damaged { path: path.into(), reason: "it has no schema of ours".into() }),
+        found if found > SCHEMA => Err(Error::Newer { path: path.into(), found, known: SCHEMA }),
+        found => Ok(found),
+    }
+}
+
+/// Prepares a store that comes from a backup: its Sandboxes are not of this boot, and no copy of keys that an edge has is
+/// taken for its own.
+///
+/// # Errors
+/// A disk that fails.
+pub fn restored(path: &Path) -> Result<(), Error> {
+    let connection = connect(path, OpenFlags::SQLITE_OPEN_READ_WRITE)?;
+    connection.execute("INSERT OR REPLACE INTO facts (name, value) VALUES ('boot_id', 'restored')", [])?;
+    connection.execute(
+        "UPDATE counters SET value = max(value + 1, ?1) WHERE name = 'edge_generation'",
+        [millis(jiff::Timestamp::now())],
+    )?;
+    // All of it into the one file that is put in place.
+    connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?;
+    connection.query_row("PRAGMA journal_mode=DELETE", [], |_| Ok(()))?;
+    Ok(())
+}
+
+fn sound(connection: &Connection, path: &Path) -> Result<(), Error> {
+    let damaged = |reason: String| Error::Damaged { path: path.into(), reason };
+    let said: String = connection
+        .query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
+        .map_err(|error| damaged(error.to_string()))?;
+    if said == "ok" { Ok(()) } else { Err(damaged(said)) }
+}
 
 impl Store {
+    /// Writes all of it, as it is at one moment, into a new file. Writers go on meanwhile.
+    ///
+    /// # Errors
+    /// The file is there, or a disk that fails.
+    pub fn copy_to(&self, path: &Path) -> Result<(), Error> {
+        self.read_now(|connection| connection.execute("VACUUM INTO ?1", [path.to_string_lossy()]).map(drop))
+    }
+
     /// Opens the file, makes or migrates its schema, starts the writer.
     ///
     /// # Errors
@@ -378,6 +441,7 @@ fn connect(path: &Path, flags: OpenFlags) -> Result<Connection, Error> {
     let ready = connection
         .pragma_update(None, "synchronous", "FULL")
         .and_then(|()| connection.pragma_update(None, "foreign_keys", true))
+        .and_then(|()| connection.pragma_update(None, "secure_delete", true))
         .and_then(|()| connection.query_row("PRAGMA journal_mode=WAL", [], |row| row.get::<_, String>(0)));
     match ready {
         Ok(_) => Ok(connection),
@@ -389,13 +453,7 @@ fn connect(path: &Path, flags: OpenFlags) -> Result<Connection, Error> {
 
 /// Brings the schema up to date, with a copy of the file before each step.
 fn migrate(connection: &mut Connection, path: &Path, migrations: &[&str]) -> Result<(), Error> {
-    let damaged = |reason: String| Error::Damaged { path: path.into(), reason };
-    let sound: String = connection
-        .query_row("PRAGMA quick_check(1)", [], |row| row.get(0))
-        .map_err(|error| damaged(error.to_string()))?;
-    if sound != "ok" {
-        return Err(damaged(sound));
-    }
+    sound(connection, path)?;
     let found: u32 = connection.query_row("PRAGMA user_version", [], |row| row.get(0))?;
     let known = migrations.len() as u32;
     if found > known {
@@ -476,7 +534,14 @@ fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>, told
 fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>) -> Result<(), Error> {
     match write {
         Write::NewSession(row) => session::insert(transaction, row),
-        Write::Session(row) => session::update(transaction, row),
+        Write::Session(row) => {
+            if row.ended.is_some() {
+                secret::forget(transaction, row.id)?;
+            }
+            session::update(transaction, row)
+        }
+        Write::Secrets(changed) => secret::change(transaction, changed),
+        Write::ForgetSecrets(session) => secret::forget(transaction, *session),
         Write::NewSessionOn(row, claim) => {
             session::claim(transaction, claim)?;
             match session::insert(transaction, row) {

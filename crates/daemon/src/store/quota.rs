@@ -14,6 +14,8 @@ const SANDBOXES: &str = "SELECT count(*), coalesce(sum(json_extract(spec, '$.mem
 const COMMANDS: &str = "SELECT count(*) FROM commands WHERE ended_at IS NULL
     AND session_id IN (SELECT id FROM sessions WHERE app_id = ?1 AND ended_at IS NULL)";
 
+const WORKSPACES: &str = "SELECT coalesce(sum(size_mib), 0) FROM workspaces WHERE app_id = ?1 AND directory IS NULL";
+
 fn within(name: &str, used: u64, more: u64, limit: Option<u64>) -> Result<(), Error> {
     match limit {
         Some(limit) if used + more > limit => Err(Error::Quota(Quota { name: name.into(), used, limit })),
@@ -91,6 +93,15 @@ pub(super) fn command(transaction: &Transaction<'_>, session: SessionId) -> Resu
     }
 }
 
+/// Whether the App may have Workspaces with so much more together.
+pub(super) fn workspace(transaction: &Transaction<'_>, app: AppId, more_mib: u64) -> Result<(), Error> {
+    let Some(settings) = app::settings(transaction, app)? else { return Err(Error::NoApp) };
+    match settings.quota.workspace_mib {
+        None => Ok(()),
+        limit => within("workspace_mib", count(transaction, WORKSPACES, &app.to_string())?, more_mib, limit),
+    }
+}
+
 impl Store {
     /// Whether the App may have one more Session of that size now. The write decides; this only spares a wait.
     ///
@@ -114,6 +125,7 @@ impl Store {
                 memory_mib,
                 cpus,
                 commands: count(connection, COMMANDS, &app)?,
+                workspace_mib: count(connection, WORKSPACES, &app)?,
             })
         })
         .await
@@ -158,6 +170,35 @@ mod tests {
         let refused = written.into_iter().find(Result::is_err).expect("one");
         assert_eq!(exceeded(refused), Quota { name: "sessions".into(), used: 7, limit: 7 });
         assert_eq!(store.app_use(app).await.expect("use").sessions, 7);
+    }
+
+    #[tokio::test]
+    async fn workspaces_are_counted_by_their_caps_and_keep_their_app() {
+        use super::super::{Budget, WorkspaceRow};
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let app = with_quota(&store, AppQuota { workspace_mib: Some(100), ..AppQuota::default() }).await;
+        let workspace = |size_mib| {
+            let row = WorkspaceRow {
+                id: pepo_api::WorkspaceId::generate(),
+                app,
+                name: None,
+                size_mib,
+                max_files: 10,
+                single_writer: false,
+                directory: None,
+                session: None,
+                keep: true,
+                labels: Default::default(),
+                created_at: super::super::time(7),
+            };
+            Write::NewWorkspace(Box::new(row), Budget { most_mib: None })
+        };
+        store.write(workspace(60)).await.expect("60 of 100");
+        assert_eq!(exceeded(store.write(workspace(41)).await).used, 60);
+        store.write(workspace(40)).await.expect("100 of 100");
+        assert_eq!(store.app_use(app).await.expect("use").workspace_mib, 100);
+        assert!(matches!(store.write(Write::RemoveApp(app)).await, Err(Error::HasWorkspaces(2))));
     }
 
     #[tokio::test]

@@ -307,6 +307,7 @@ pub(super) mod tests {
                 disk_mib: 2048,
                 keep_alive_seconds: 300,
                 env: [("A".to_owned(), "b".to_owned())].into(),
+                secrets: Default::default(),
                 labels: [("user".to_owned(), "42".to_owned())].into(),
                 expires_seconds: None,
                 reactivate: false,

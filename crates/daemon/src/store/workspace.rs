@@ -57,6 +57,7 @@ pub struct Budget {
 const OWNERS: u16 = pepo_sandbox::UidBlock::TREES;
 
 pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: Budget) -> Result<(), Error> {
+    super::quota::workspace(transaction, row.app, if row.directory.is_none() { row.size_mib } else { 0 })?;
     let used: i64 = transaction.query_row(
         "SELECT coalesce(sum(size_mib), 0) FROM workspaces WHERE directory IS NULL",
         [],
@@ -90,6 +91,13 @@ pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: 
 }
 
 pub(super) fn update(transaction: &Transaction<'_>, row: &WorkspaceRow) -> Result<(), Error> {
+    let has: Option<i64> = transaction
+        .prepare_cached("SELECT size_mib FROM workspaces WHERE id = ?1 AND directory IS NULL")?
+        .query_row([row.id.to_string()], |row| row.get(0))
+        .optional()?;
+    if let Some(more) = has.and_then(|has| row.size_mib.checked_sub(has as u64)).filter(|more| *more > 0) {
+        super::quota::workspace(transaction, row.app, more)?;
+    }
     put(
         transaction,
         row,
