@@ -577,7 +577,7 @@ mod forms {
 
     #[test]
     fn every_template_is_filled() {
-        let all = [("session", "ses"), ("key", "user:42"), ("command", "cmd"), ("port", "80"), ("image", "base")];
+        let all = [("session", "ses"), ("key", "user:42"), ("command", "cmd"), ("port", "80"), ("image", "base"), ("app", "shop")];
         for route in ROUTES {
             let path = fill(route.path, &all).unwrap_or_else(|| panic!("{}", route.path));
             assert!(!path.contains(['{', '}']), "{path}");
