@@ -577,7 +577,15 @@ mod forms {
 
     #[test]
     fn every_template_is_filled() {
-        let all = [("session", "ses"), ("key", "user:42"), ("command", "cmd"), ("port", "80"), ("image", "base"), ("app", "shop")];
+        let all = [
+            ("session", "ses"),
+            ("key", "user:42"),
+            ("command", "cmd"),
+            ("port", "80"),
+            ("image", "base"),
+            ("app", "shop"),
+            ("workspace", "wsp"),
+        ];
         for route in ROUTES {
             let path = fill(route.path, &all).unwrap_or_else(|| panic!("{}", route.path));
             assert!(!path.contains(['{', '}']), "{path}");
