@@ -376,6 +376,11 @@ const SETTINGS: &[Setting] = &[
     row("network.questions", "Questions for names of a Sandbox a second; four times that in a burst.", || "100".into()),
     row("network.egress", "Bytes a second from a Sandbox (bare number: MiB); empty: no limit.", String::new),
     row("network.ingress", "Bytes a second to a Sandbox (bare number: MiB); empty: no limit.", String::new),
+    row(
+        "network.dns",
+        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
+        String::new,
+    ),
     row("workspace.size", "Cap on the bytes of a Workspace that names none; sparse.", || "10g".into()),
     row("workspace.max_files", "Cap on the files of a Workspace that names none.", || "1048576".into()),
     row(
@@ -386,11 +391,6 @@ const SETTINGS: &[Setting] = &[
     row(
         "workspace.directories",
         "Directories that a Workspace may be in, as `name=/path, other=/path`: NFS and the like. Caps are not kept there.",
-        String::new,
-    ),
-    row(
-        "network.dns",
-        "Resolvers that are asked for Sandboxes, with commas between; empty: this host's own.",
         String::new,
     ),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),

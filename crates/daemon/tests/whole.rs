@@ -559,10 +559,10 @@ async fn what_this_release_cannot_do_is_named() {
     };
     use serde_json::json;
     for (body, code, param) in [
-        (json!({"network": {"mode": "public"}}), ErrorCode::Unsupported, "network.mode"),
+        (json!({"network": {"mode": "public"}}), ErrorCode::Invalid, "network.mode"),
         (json!({"workspace": {"own": true}}), ErrorCode::Unsupported, "workspace"),
         (json!({"secrets": {"A=": "b"}}), ErrorCode::Invalid, "secrets"),
-        (json!({"persist": ["~/.x"]}), ErrorCode::Unsupported, "persist"),
+        (json!({"persist": ["~/.x"]}), ErrorCode::Invalid, "persist"),
         (json!({"setup": {"command": ""}}), ErrorCode::Invalid, "setup.command"),
         (json!({"setup": {"command": "x", "timeout_seconds": 0}}), ErrorCode::Invalid, "setup.timeout_seconds"),
         (json!({"if_terminated": "refuse"}), ErrorCode::Invalid, "if_terminated"),
