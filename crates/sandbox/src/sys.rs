@@ -562,8 +562,9 @@ pub mod disk {
 
     /// File system and number of the file that is the device's disk; `None`: it has none.
     pub fn backing(device: BorrowedFd<'_>) -> io::Result<Option<(u64, u64)>> {
-        // SAFETY: as above; the kernel writes into the structure alone.
+        // SAFETY: plain integers and arrays of them, for which all bits zero is a value.
         let mut info: Info = unsafe { std::mem::zeroed() };
+        // SAFETY: the kernel writes the structure, which has its layout and outlives the call.
         match check(unsafe { libc::ioctl(device.as_raw_fd(), GET_STATUS64 as _, &raw mut info) }) {
             Ok(_) => Ok(Some((info.device, info.inode))),
             Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),

@@ -288,11 +288,11 @@ impl Serving {
             HERE => return 0,
             operation::INTERRUPT => {
                 let target = long(request, REQUEST_HEAD);
-                if self.tree.locks.interrupt(target) {
-                    reply[..ANSWER_HEAD].copy_from_slice(&answer(-libc::EINTR, target));
-                    return ANSWER_HEAD;
+                if !self.tree.locks.interrupt(target) {
+                    return 0;
                 }
-                return 0;
+                reply[..ANSWER_HEAD].copy_from_slice(&answer(-libc::EINTR, target));
+                return ANSWER_HEAD;
             }
             operation::GETLK | operation::SETLK | operation::SETLKW => return self.lock(kind, request, reply),
             // The library makes room for as much as is asked for.

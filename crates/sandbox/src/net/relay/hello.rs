@@ -1,7 +1,7 @@
 //! The name in a TLS greeting. Pure: bytes in, a name or a reason out.
 //!
 //! ```text
-//! record 22 | version | length     handshake 1 | length (3)     version random session ciphers compressions extensions
+//! record 22 | version | length     handshake 1 | length (3)     version random resumption ciphers compressions extensions
 //!   greeting may lie in several records, cut anywhere; nothing else may lie between or behind in them
 //! ```
 //! One name, said once, is what counts; with an encrypted greeting inside it is the outer one. A server may ask for a
@@ -159,10 +159,10 @@ fn name(body: &[u8]) -> Result<(HostName, bool), Bad> {
     let mut body = Rest(body);
     // version, random
     body.take(2 + 32)?;
-    let session = body.vector(1)?;
+    let resumption = body.vector(1)?;
     let ciphers = body.vector(2)?;
     let compressions = body.vector(1)?;
-    if session.0.len() > 32 || ciphers.is_empty() || ciphers.0.len() % 2 != 0 || compressions.is_empty() {
+    if resumption.0.len() > 32 || ciphers.is_empty() || ciphers.0.len() % 2 != 0 || compressions.is_empty() {
         return Err(Bad::Malformed);
     }
     if body.is_empty() {
