@@ -9,6 +9,7 @@
 
 mod host;
 mod instance;
+pub mod names;
 mod program;
 pub mod world;
 

@@ -9,7 +9,7 @@
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::Arc;
@@ -18,6 +18,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::instance::{Instance, Options};
+use crate::names::Names;
 
 /// Two public-looking hosts.
 pub const SERVER: Ipv4Addr = Ipv4Addr::new(8, 0, 0, 1);
@@ -129,6 +130,11 @@ impl World {
     pub fn serve(&mut self, port: u16) -> usize {
         self.servers.push(Server::start(Self::inside(&self.internet(), || listener(port))));
         self.servers.len() - 1
+    }
+
+    /// Answers for names at [`SERVER`], as the instance's `network.dns` has to say.
+    pub fn names(&self) -> Names {
+        Names::new(Self::inside(&self.internet(), || UdpSocket::bind((SERVER, 53)).expect("bind")))
     }
 
     /// Serves on every address of the host.
