@@ -120,12 +120,18 @@ struct Prepared {
 
 impl Made {
     /// Closes what is only held here, and ends a keeper that this process started: one that has not joined its cgroup yet is
-    /// known by this descriptor alone.
+    /// known by this descriptor alone. What was started into its pid namespace from here is ended and reaped first: the first
+    /// process of a namespace does not end before all others in it are reaped, and these are nobody's to reap but ours.
     pub fn let_go(&mut self) {
         self.prepared = None;
-        if let Some(keeper) = &self.keeper
-            && proc::kill(keeper.as_fd()).is_ok()
-        {
+        let killed = self.keeper.as_ref().is_some_and(|keeper| proc::kill(keeper.as_fd()).is_ok());
+        for server in &self.servers {
+            // One that has ended already cannot be killed, and is there to be reaped all the same.
+            let _ = proc::kill(server.as_fd());
+            proc::wait(server.as_fd(), ENDED_WITHIN);
+            super::serve::reap(server.as_fd());
+        }
+        if killed && let Some(keeper) = &self.keeper {
             proc::wait(keeper.as_fd(), ENDED_WITHIN);
         }
     }
