@@ -375,7 +375,7 @@ mod tests {
         let (out, err) = (Written::default(), Written::default());
         let outputs = Outputs { stdout: Box::new(out.clone()), stderr: Box::new(err.clone()) };
         let (_hand, interrupts) = Interrupts::scripted();
-        let code = run(fake, line).run_with(fake.place(), interrupts, outputs).await;
+        let code = Box::pin(run(fake, line).run_with(fake.place(), interrupts, outputs)).await;
         (code, out.0.lock().unwrap().clone(), err.0.lock().unwrap().clone())
     }
 
@@ -492,7 +492,7 @@ mod tests {
         let (hand, interrupts) = Interrupts::scripted();
         let sink = || Box::new(Written::default());
         let run = run(&fake, line);
-        let running = run.run_with(fake.place(), interrupts, Outputs { stdout: sink(), stderr: sink() });
+        let running = Box::pin(run.run_with(fake.place(), interrupts, Outputs { stdout: sink(), stderr: sink() }));
         let interrupting = async {
             for name in at {
                 fake.until_asked(name).await;

@@ -84,7 +84,7 @@ fn opening(item: &str) -> Result<Opening, String> {
 pub(super) fn rate(text: &str) -> Result<Option<u64>, String> {
     match text {
         "" => Ok(None),
-        text => match u64::from(size_mib(text)?) << 20 {
+        text => match size_mib(text)? << 20 {
             0 => Err("must be more than 0; empty means no limit".into()),
             rate => Ok(Some(rate)),
         },

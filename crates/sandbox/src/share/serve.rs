@@ -304,10 +304,10 @@ impl Serving {
                 let size = word(request, at).min(64 << 10);
                 request[at..at + 4].copy_from_slice(&size.to_le_bytes());
             }
-            operation::READ | operation::READDIR | operation::READDIRPLUS => {
-                if word(request, REQUEST_HEAD + 16) as usize > MESSAGE - 4096 {
-                    return put(reply, libc::EINVAL);
-                }
+            operation::READ | operation::READDIR | operation::READDIRPLUS
+                if word(request, REQUEST_HEAD + 16) as usize > MESSAGE - 4096 =>
+            {
+                return put(reply, libc::EINVAL);
             }
             _ => {}
         }
