@@ -63,7 +63,12 @@ fn main() -> ExitCode {
     let wanted = |name: &str| only.is_empty() || only == name;
     let instance = Instance::new();
     let up = instance.up();
-    let session = instance.pepo(["session", "create", "-q", "--memory", "512m", "--workspace", "none"]).ok().out().trim().to_owned();
+    let session = instance
+        .pepo(["session", "create", "-q", "--memory", "512m", "--workspace", "none"])
+        .ok()
+        .out()
+        .trim()
+        .to_owned();
     instance.pepo(["exec", &session, "--", "true"]).ok();
     let guest = Guest::find(&instance);
     let mut rows = vec![];

@@ -231,7 +231,7 @@ pub fn network(config: &Config, guarded: &Result<(), String>) -> Vec<Check> {
     }
     let tracked = std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_max").unwrap_or_default();
     if let Ok(most) = tracked.trim().parse::<u64>() {
-        let each = config.network.settings.limits.connections;
+        let each = u64::from(config.network.settings.limits.connections);
         let room = most / 2 / each.max(1);
         if room < config.sandbox.budget.places {
             let wanted = 2 * each * config.sandbox.budget.places;
