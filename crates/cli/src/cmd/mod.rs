@@ -150,7 +150,7 @@ impl Cli {
             Verb::Key(verb) => verb.run(place()?).await,
             Verb::Events(verb) => verb.run(place()?).await,
             Verb::Stats(verb) => verb.run(place()?).await,
-            Verb::Usage(verb) => verb.run(place()?).await,
+            Verb::Usage(verb) => verb.run(place()?, self.of_app.as_deref()).await,
             Verb::Doctor(verb) => verb.run(place()?).await,
             Verb::Setup(verb) => verb.run(place()?).await,
             Verb::Sweep(verb) => verb.run(place()?).await,

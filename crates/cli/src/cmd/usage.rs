@@ -20,20 +20,17 @@ pub struct Usage {
     /// Divide it: app, session, day or label:KEY
     #[arg(long = "by", value_name = "WHAT")]
     group_by: Option<String>,
-    /// The App; the operator sees all of them without this
-    #[arg(long, value_name = "APP")]
-    app: Option<String>,
     /// Print JSON
     #[arg(long)]
     json: bool,
 }
 
 impl Usage {
-    pub async fn run(&self, place: Place) -> Outcome<u8> {
+    pub async fn run(&self, place: Place, app: Option<&str>) -> Outcome<u8> {
         let now = jiff::Timestamp::now();
         let to = self.to.as_deref().map(|text| time(text, now)).transpose()?;
         let query = ShowUsage {
-            app: self.app.clone(),
+            app: app.map(str::to_owned),
             from: Some(time(&self.from, now)?),
             to: Some(to.unwrap_or(now)),
             group_by: self.group_by.clone(),
