@@ -227,7 +227,9 @@ async fn start(agent: &Rc<Agent>, user: &User) -> Result<Bash, Outcome> {
     };
     let greeting = format!(
         "PS1= PS2=; unset PROMPT_COMMAND HISTFILE MAILCHECK; set +o history; \
-         __pepo_status() {{ builtin return \"$1\"; }}; builtin printf 'S0\\0' >&{REPORT}\n"
+         __pepo_status() {{ builtin return \"$1\"; }}; \
+         __pepo_end() {{ builtin printf 'E%s %s\\0%s\\0' \"$1\" \"$?\" \"$PWD\" >&{REPORT}; }}; \
+         builtin printf 'S0\\0' >&{REPORT}\n"
     );
     let hello = async {
         bash.say(greeting.as_bytes()).await?;
@@ -320,12 +322,18 @@ fn script(
     let input = if exec.stdin { path(&fifos.input) } else { "/dev/null".to_owned() };
     Ok(format!(
         "{{ builtin printf 'S{number}\\0' >&{REPORT}; {cd}{{ __pepo_status {last}; {prefix}eval {line} \
-         {REPORT}>&-; }}; }} <{input} >{out} 2>{err}\n\
-         builtin printf 'E{number} %s\\0%s\\0' \"$?\" \"$PWD\" >&{REPORT}\n",
+         {REPORT}>&-; }}; }} <{input} >{out} 2>{err}\n{end}",
         line = quoted(line),
+        end = end_line(number),
         out = path(&fifos.out),
         err = path(&fifos.err),
     ))
+}
+
+/// The line by which the shell says that a command is over. Without quotes, so that a part of it that an interrupt left is
+/// a whole line too.
+fn end_line(number: u64) -> String {
+    format!("\n__pepo_end {number}\n")
 }
 
 /// The names by which one command's pipes are opened.
@@ -390,7 +398,7 @@ async fn run(
     let number = bash.commands;
     let tree = Rc::new(agent.trees.plant().map_err(trouble)?);
     let fifos = Fifos::make(&bash.directory, number, user).map_err(trouble)?;
-    let script = script(line, exec, number, bash.last_code, tree.mark(), &fifos)?;
+    let mut script = script(line, exec, number, bash.last_code, tree.mark(), &fifos)?;
     let out = Fifos::open(&fifos.out, OFlags::RDONLY).map_err(trouble)?;
     let err = Fifos::open(&fifos.err, OFlags::RDONLY).map_err(trouble)?;
     // Held until the shell has opened them: without a writer they would have ended already.
@@ -420,7 +428,14 @@ async fn run(
             () = op.wake.notified() => {}
             () = until(deadline), if killed.is_none() => op.ask_kill(Cause::Timeout),
             () = until(lease), if killed.is_none() => op.ask_kill(Cause::Killed),
-            _ = again.tick(), if killed.is_some() => bash.interrupt(&tree),
+            _ = again.tick(), if killed.is_some() => {
+                bash.interrupt(&tree);
+                if said == script.len() {
+                    // An interrupt takes the line that the shell is just reading or running: that may be the one that
+                    // says the end. One too many is a report that nobody waits for.
+                    (script, said) = (end_line(number), 0);
+                }
+            }
             ready = bash.lines.writable(), if !rest.is_empty() => {
                 let Ok(mut ready) = ready else { break None };
                 match ready.try_io(|lines| Ok(rustix::io::write(lines.get_ref(), rest)?)) {
