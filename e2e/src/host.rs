@@ -22,6 +22,8 @@ enum Owner {
     Home(PathBuf),
     /// An instance, by its tag.
     Tag(String),
+    /// A test, by its process: what it built around the instance.
+    Test(u32),
 }
 
 impl Snapshot {
@@ -36,13 +38,14 @@ impl Snapshot {
         {
             for entry in fs::read_dir(place).into_iter().flatten().flatten() {
                 let name = entry.file_name().to_string_lossy().into_owned();
-                let tag = match what {
-                    "lease" => Some(&*name),
-                    // Whose a Sandbox's network is stands in its name.
-                    "namespace" => name.strip_prefix("pepo-").and_then(|rest| rest.get(..4)),
-                    _ => name.strip_prefix("pp").filter(|rest| rest.len() == 8).and_then(|rest| rest.get(..4)),
+                let owner = match what {
+                    "lease" => Some(Owner::Tag(name.clone())),
+                    "namespace" => owner_of_namespace(&name),
+                    _ => {
+                        let tag = name.strip_prefix("pp").filter(|rest| rest.len() == 8).and_then(|rest| rest.get(..4));
+                        tag.map(|tag| Owner::Tag(tag.to_owned()))
+                    }
                 };
-                let owner = tag.map(|tag| Owner::Tag(tag.to_owned()));
                 things.insert(format!("{what} {name}"), owner);
             }
         }
@@ -63,6 +66,8 @@ impl Snapshot {
             None => true,
             Some(Owner::Home(path)) => path == home,
             Some(Owner::Tag(tag)) => tags.contains(tag),
+            // One that is gone cannot take its things away any more.
+            Some(Owner::Test(pid)) => *pid == std::process::id() || !Path::new(&format!("/proc/{pid}")).exists(),
         };
         let is_new = |thing: &String| !before.things.contains_key(thing);
         self.things
@@ -71,6 +76,12 @@ impl Snapshot {
             .map(|(thing, _)| thing.clone())
             .collect()
     }
+}
+
+/// Whose a network namespace is stands in its name: a Sandbox's, or a test's `World`.
+fn owner_of_namespace(name: &str) -> Option<Owner> {
+    let of_a_test = || name.strip_prefix("e2e-")?.split_once('-')?.0.parse().ok().map(Owner::Test);
+    tag_in(name).or_else(of_a_test)
 }
 
 /// The instance in whose home a path is, by the layout that `PEPO_HOME` makes.
@@ -152,7 +163,8 @@ fn mounts(things: &mut BTreeMap<String, Option<Owner>>) {
             continue;
         };
         let kind_and_source = fields.get(dash + 1..=dash + 2).unwrap_or_default().join(" ");
-        things.insert(format!("mount {place} ({kind_and_source})"), home_in(place));
+        let owner = place.strip_prefix("/run/netns/").map_or_else(|| home_in(place), owner_of_namespace);
+        things.insert(format!("mount {place} ({kind_and_source})"), owner);
     }
 }
 
@@ -184,6 +196,9 @@ mod tests {
         assert_eq!(owner_by_cgroup("5:memory:/user.slice\n"), None);
         assert_eq!(home_in("/var/lib/x/state/jail/y"), Some(Owner::Home("/var/lib/x".into())));
         assert_eq!(home_in("/var/lib"), None);
+        assert_eq!(owner_of_namespace("pepo-ab12-0123"), Some(Owner::Tag("ab12".into())));
+        assert_eq!(owner_of_namespace("e2e-4711-0badh"), Some(Owner::Test(4711)));
+        assert_eq!(owner_of_namespace("e2e-x-0badh"), None);
     }
 
     #[test]
@@ -195,5 +210,9 @@ mod tests {
         let after =
             Snapshot { things: [thing("a", None), thing("b", None), thing("c", other), thing("d", ours)].into() };
         assert_eq!(after.since(&before, Path::new("/h"), &["ab12".into()]), ["b", "d"]);
+        // Another test that runs has its own; one that is gone has left something.
+        let test = |pid| Snapshot { things: [thing("n", Some(Owner::Test(pid)))].into() };
+        assert!(test(std::os::unix::process::parent_id()).since(&before, Path::new("/h"), &[]).is_empty());
+        assert_eq!(test(u32::MAX).since(&before, Path::new("/h"), &[]), ["n"]);
     }
 }

@@ -59,9 +59,10 @@ fn ip(arguments: &str) {
 impl World {
     /// Makes both.
     pub fn new() -> Self {
-        let mut random = [0u8; 3];
+        let mut random = [0u8; 2];
         File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut random)).expect("urandom");
-        let name = format!("e2e{}", random.map(|byte| format!("{byte:02x}")).concat());
+        // Whose it is, for a witness of another test.
+        let name = format!("e2e-{}-{}", std::process::id(), random.map(|byte| format!("{byte:02x}")).concat());
         let world = World { name, servers: Vec::new() };
         let (host, net) = (world.host(), world.internet());
         ip(&format!("netns add {host}"));
