@@ -18,7 +18,7 @@ done
 command -v cargo >/dev/null || fail "cargo is not on PATH" "Rust 1.95 or newer is needed: https://rustup.rs"
 
 # package:program that shows it is there
-needs=(qemu-system-x86:qemu-system-x86_64 mmdebstrap:mmdebstrap uidmap:newuidmap erofs-utils:mkfs.erofs
+needs=(qemu-system-x86:qemu-system-x86_64 mmdebstrap:mmdebstrap uidmap:newuidmap erofs-utils:mkfs.erofs nftables:nft
   e2fsprogs:mkfs.ext4 gcc:cc kmod:depmod cpio:cpio zstd:zstd)
 [ "$purpose" = check ] && needs=(gcc:cc)
 [ "$purpose" = test ] && needs+=(git:git iproute2:ip)
