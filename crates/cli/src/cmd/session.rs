@@ -23,7 +23,7 @@ pub enum Session {
     /// Show one Session
     Show(Show),
     /// Change a Session
-    Update(Update),
+    Update(Box<Update>),
     /// Give its machine back: what is on its disk is lost, and the Session ends unless it was made with --reactivate
     Release(One),
     /// End Sessions for good
