@@ -9,6 +9,7 @@
 mod daemon;
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use daemon::{Daemon, Options, within};
 use pepo_api::client::{Client, ClientError, EventStream};
@@ -196,7 +197,7 @@ async fn a_key_is_in_the_edges_copy_and_out_of_it_at_once() {
         let client = client.clone();
         tokio::spawn(async move { client.key_revoke("ci").await })
     };
-    let heard = tokio::task::block_in_place(|| {
+    let heard = {
         // Every answer says what there is: it takes as many as come before the revocation.
         let heard = std::iter::repeat_with(|| edge(&format!("?after={known}"))).find_map(|state| {
             let new = state.generation > known;
@@ -205,7 +206,7 @@ async fn a_key_is_in_the_edges_copy_and_out_of_it_at_once() {
         let heard = heard.expect("heard");
         edge(&format!("?after={}", heard.generation));
         heard
-    });
+    };
     let revoked = within(60, revoking).await.expect("task").expect("revoked");
     assert!(revoked.revoked_at.is_some());
     let valid: Vec<_> = heard.keys.expect("keys").into_iter().map(|key| key.id).collect();
@@ -328,16 +329,16 @@ async fn every_change_is_in_the_audit_log_with_who_and_how() {
     client.session_terminate("web").await.expect("end");
 
     // The last answer's line follows the answer.
-    let mut items = Vec::new();
-    daemon::until("the last call is told", || {
-        let client = client.clone();
-        items = tokio::task::block_in_place(|| {
-            tokio::runtime::Handle::current().block_on(async move { client.audit_list(&ListEvents::default()).await })
-        })
-        .expect("audit")
-        .items;
-        items.first().is_some_and(|event| event.kind == "session_terminate" && event.outcome == "ok")
-    });
+    let mut items = within(60, async {
+        loop {
+            let items = client.audit_list(&ListEvents::default()).await.expect("audit").items;
+            if items.first().is_some_and(|event| event.kind == "session_terminate" && event.outcome == "ok") {
+                break items;
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    })
+    .await;
     items.reverse();
     let told: Vec<_> = items.iter().map(|event| (event.kind.as_str(), event.outcome.as_str())).collect();
     assert_eq!(

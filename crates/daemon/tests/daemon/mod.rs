@@ -1,5 +1,6 @@
 //! One pepod with guests that are host processes, and an end after which nothing of it is left.
 
+#![allow(clippy::print_stderr, reason = "the log of a daemon that failed is for whoever reads the run")]
 #![allow(dead_code, reason = "each test program uses what it needs")]
 
 use std::io::{BufRead, BufReader, Read, Write};
