@@ -15,6 +15,7 @@ pub struct Row {
 }
 
 /// What a figure is held to. A reference has its unit and was measured in the same run, in turn with it.
+#[allow(dead_code, reason = "each group of figures uses what it needs")]
 pub enum Goal {
     /// Times: ours is at most so many times the reference.
     AtMost { reference: f64, ratio: f64 },
