@@ -9,8 +9,8 @@
 //!   agent <--"S", "E code", directory-- fd 201 of bash (closed for the command itself)
 //!   agent <--FIFO-- stdout, stderr;  agent --FIFO--> stdin        per command
 //!
-//!   command over its time or cancelled: the shell is stopped, its processes are interrupted and killed, the shell is
-//!   interrupted and goes on; again and again. What has not let go within 2 s loses the shell.
+//!   command over its time or cancelled: the shell is stopped and its processes are interrupted; 50 ms later what is left of
+//!   them is killed, the shell is interrupted and goes on; again and again. What has not let go within 5 s loses the shell.
 //!   A shell that ends: ShellLost, the next one is fresh
 //! ```
 
@@ -48,9 +48,9 @@ use crate::user::User;
 const MAX_WAITING: usize = 64;
 
 /// How long a command that is to end may hold on to its shell.
-const LET_GO: Duration = Duration::from_secs(2);
+const LET_GO: Duration = Duration::from_secs(5);
 
-/// How often it is interrupted meanwhile.
+/// How long its programs may take to end by an interrupt, and then its shell, before it is tried again.
 const AGAIN: Duration = Duration::from_millis(50);
 
 /// How long a new shell may take to say that it is there.
@@ -275,13 +275,16 @@ impl Bash {
         let _ = sys::pidfd_signal(self.pidfd.as_fd(), signal);
     }
 
-    /// Ends what the command runs and makes the shell give up its line.
-    fn interrupt(&self, tree: &Tree) {
-        // Stopped, so that it does not go on to the line's next program when this one is gone.
+    /// Interrupts what the command runs, while the shell stands still so that it does not go on to the line's next program.
+    fn hold(&self, tree: &Tree) {
         self.signal(libc::SIGSTOP);
-        for signal in [libc::SIGINT, libc::SIGKILL] {
-            tree.signal(signal, Some(self.pid));
-        }
+        tree.signal(libc::SIGINT, Some(self.pid));
+    }
+
+    /// Kills what an interrupt did not end, and makes the shell give up its line. It only does so for a program that the
+    /// interrupt ended: a kill that came too soon would look as if the program had wanted to go on.
+    fn release(&self, tree: &Tree) {
+        tree.signal(libc::SIGKILL, Some(self.pid));
         self.signal(libc::SIGINT);
         self.signal(libc::SIGCONT);
     }
@@ -415,6 +418,7 @@ async fn run(
     let mut feeder = None;
     let mut killed: Option<(Cause, Instant)> = None;
     let mut again = interval(AGAIN);
+    let mut held_still = false;
     let mut said = 0;
     let ended: Option<(i32, String)> = loop {
         let lease = op.lease_end(agent.lease).map(tokio::time::Instant::from_std);
@@ -429,7 +433,12 @@ async fn run(
             () = until(deadline), if killed.is_none() => op.ask_kill(Cause::Timeout),
             () = until(lease), if killed.is_none() => op.ask_kill(Cause::Killed),
             _ = again.tick(), if killed.is_some() => {
-                bash.interrupt(&tree);
+                held_still = !held_still;
+                if held_still {
+                    bash.hold(&tree);
+                    continue;
+                }
+                bash.release(&tree);
                 if said == script.len() {
                     // An interrupt takes the line that the shell is just reading or running: that may be the one that
                     // says the end. One too many is a report that nobody waits for.
@@ -480,6 +489,9 @@ async fn run(
     drop((held, fifos));
     let kills = tree.memory_kills();
     if ended.is_some() {
+        if held_still {
+            bash.signal(libc::SIGCONT);
+        }
         // Between commands it is nobody's: a later kill of this command must not reach it.
         bash.home.adopt(bash.pid).map_err(trouble)?;
         if killed.is_some() {
