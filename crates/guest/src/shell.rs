@@ -9,8 +9,8 @@
 //!   agent <--"S", "E code", directory-- fd 201 of bash (closed for the command itself)
 //!   agent <--FIFO-- stdout, stderr;  agent --FIFO--> stdin        per command
 //!
-//!   command over its time or cancelled: the shell is stopped and its processes are interrupted; 50 ms later what is left of
-//!   them is killed, the shell is interrupted and goes on; again and again. What has not let go within 5 s loses the shell.
+//!   command over its time or cancelled: the shell is told to give its line up, and its processes are killed; again and
+//!   again. What has not let go within 5 s loses the shell.
 //!   A shell that ends: ShellLost, the next one is fresh
 //! ```
 
@@ -33,7 +33,7 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Mutex;
 use tokio::task::spawn_local;
-use tokio::time::{interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 use crate::agent::Agent;
 use crate::collect::Collector;
@@ -50,8 +50,16 @@ const MAX_WAITING: usize = 64;
 /// How long a command that is to end may hold on to its shell.
 const LET_GO: Duration = Duration::from_secs(5);
 
-/// How long its programs may take to end by an interrupt, and then its shell, before it is tried again.
+/// How often it is told meanwhile.
 const AGAIN: Duration = Duration::from_millis(50);
+
+/// The signal at which bash gives up its line: of the real-time ones, which nothing else uses. Bash takes an interrupt that
+/// comes while it waits for a program only if the program died of one too; its trap of a signal runs before the line goes on.
+const GIVE_UP: i32 = 62;
+
+/// Whether there is a line to give up: set by the line itself, and once is enough. Bash 5.2 crashes when an interrupt comes
+/// out of a trap while it reads.
+const LINE_RUNS: &str = "__pepo_line_runs";
 
 /// How long a new shell may take to say that it is there.
 const START: Duration = Duration::from_secs(60);
@@ -196,7 +204,7 @@ async fn start(agent: &Rc<Agent>, user: &User) -> Result<Bash, Outcome> {
     environment.of_user(user);
     environment.add(&agent.activation_env())?;
     let home = agent.trees.plant().map_err(trouble)?;
-    let argv = ["bash", "--noprofile", "--norc", "+H", "-i"].map(str::to_owned);
+    let argv = ["bash", "--noprofile", "--norc", "--noediting", "+H", "-i"].map(str::to_owned);
     let launch = Launch::new(&argv, &environment, agent.place().as_deref(), user, home.mark())?;
     let pipe = || rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).map_err(|error| trouble(error.into()));
     let ((input, lines), (reports, report)) = (pipe()?, pipe()?);
@@ -227,9 +235,8 @@ async fn start(agent: &Rc<Agent>, user: &User) -> Result<Bash, Outcome> {
     };
     let greeting = format!(
         "PS1= PS2=; unset PROMPT_COMMAND HISTFILE MAILCHECK; set +o history; \
-         __pepo_status() {{ builtin return \"$1\"; }}; \
-         __pepo_end() {{ builtin printf 'E%s %s\\0%s\\0' \"$1\" \"$?\" \"$PWD\" >&{REPORT}; }}; \
-         builtin printf 'S0\\0' >&{REPORT}\n"
+         builtin trap 'if [[ ${{{LINE_RUNS}-}} ]]; then {LINE_RUNS}=; builtin kill -INT $$; fi' {GIVE_UP}; \
+         __pepo_status() {{ builtin return \"$1\"; }}; builtin printf 'S0\\0' >&{REPORT}\n"
     );
     let hello = async {
         bash.say(greeting.as_bytes()).await?;
@@ -275,18 +282,11 @@ impl Bash {
         let _ = sys::pidfd_signal(self.pidfd.as_fd(), signal);
     }
 
-    /// Interrupts what the command runs, while the shell stands still so that it does not go on to the line's next program.
-    fn hold(&self, tree: &Tree) {
-        self.signal(libc::SIGSTOP);
-        tree.signal(libc::SIGINT, Some(self.pid));
-    }
-
-    /// Kills what an interrupt did not end, and makes the shell give up its line. It only does so for a program that the
-    /// interrupt ended: a kill that came too soon would look as if the program had wanted to go on.
-    fn release(&self, tree: &Tree) {
+    /// Ends what the command runs and makes the shell give up its line: told first, so that it does not go on to the line's
+    /// next program when this one is gone.
+    fn interrupt(&self, tree: &Tree) {
+        self.signal(GIVE_UP);
         tree.signal(libc::SIGKILL, Some(self.pid));
-        self.signal(libc::SIGINT);
-        self.signal(libc::SIGCONT);
     }
 }
 
@@ -324,19 +324,14 @@ fn script(
     let path = |path: &Path| quoted(&path.to_string_lossy());
     let input = if exec.stdin { path(&fifos.input) } else { "/dev/null".to_owned() };
     Ok(format!(
-        "{{ builtin printf 'S{number}\\0' >&{REPORT}; {cd}{{ __pepo_status {last}; {prefix}eval {line} \
-         {REPORT}>&-; }}; }} <{input} >{out} 2>{err}\n{end}",
+        "__pepo_code=1; {{ {LINE_RUNS}=1 __pepo_code=130; builtin printf 'S{number}\\0' >&{REPORT}; \
+         {cd}{{ __pepo_status {last}; {prefix}eval {line} {REPORT}>&-; }}; __pepo_code=$? {LINE_RUNS}=; \
+         }} <{input} >{out} 2>{err}\n\
+         builtin printf 'E{number} %s\\0%s\\0' \"$__pepo_code\" \"$PWD\" >&{REPORT}\n",
         line = quoted(line),
-        end = end_line(number),
         out = path(&fifos.out),
         err = path(&fifos.err),
     ))
-}
-
-/// The line by which the shell says that a command is over. Without quotes, so that a part of it that an interrupt left is
-/// a whole line too.
-fn end_line(number: u64) -> String {
-    format!("\n__pepo_end {number}\n")
 }
 
 /// The names by which one command's pipes are opened.
@@ -401,7 +396,7 @@ async fn run(
     let number = bash.commands;
     let tree = Rc::new(agent.trees.plant().map_err(trouble)?);
     let fifos = Fifos::make(&bash.directory, number, user).map_err(trouble)?;
-    let mut script = script(line, exec, number, bash.last_code, tree.mark(), &fifos)?;
+    let script = script(line, exec, number, bash.last_code, tree.mark(), &fifos)?;
     let out = Fifos::open(&fifos.out, OFlags::RDONLY).map_err(trouble)?;
     let err = Fifos::open(&fifos.err, OFlags::RDONLY).map_err(trouble)?;
     // Held until the shell has opened them: without a writer they would have ended already.
@@ -418,7 +413,9 @@ async fn run(
     let mut feeder = None;
     let mut killed: Option<(Cause, Instant)> = None;
     let mut again = interval(AGAIN);
-    let mut held_still = false;
+    // Not what was missed while it looked for processes: the shell's answer would never have its turn.
+    again.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut has_begun = false;
     let mut said = 0;
     let ended: Option<(i32, String)> = loop {
         let lease = op.lease_end(agent.lease).map(tokio::time::Instant::from_std);
@@ -432,19 +429,7 @@ async fn run(
             () = op.wake.notified() => {}
             () = until(deadline), if killed.is_none() => op.ask_kill(Cause::Timeout),
             () = until(lease), if killed.is_none() => op.ask_kill(Cause::Killed),
-            _ = again.tick(), if killed.is_some() => {
-                held_still = !held_still;
-                if held_still {
-                    bash.hold(&tree);
-                    continue;
-                }
-                bash.release(&tree);
-                if said == script.len() {
-                    // An interrupt takes the line that the shell is just reading or running: that may be the one that
-                    // says the end. One too many is a report that nobody waits for.
-                    (script, said) = (end_line(number), 0);
-                }
-            }
+            _ = again.tick(), if killed.is_some() && has_begun => bash.interrupt(&tree),
             ready = bash.lines.writable(), if !rest.is_empty() => {
                 let Ok(mut ready) = ready else { break None };
                 match ready.try_io(|lines| Ok(rustix::io::write(lines.get_ref(), rest)?)) {
@@ -456,6 +441,7 @@ async fn run(
             report = report(&bash.reports, &mut bash.unread) => match report {
                 Err(_) => break None,
                 Ok(report) if report == format!("S{number}") => {
+                    has_begun = true;
                     if exec.stdin
                         && let Ok(write) = Fifos::open(&fifos.input, OFlags::WRONLY)
                         && let Ok(sink) = sys::watch(Arc::new(write), Interest::WRITABLE)
@@ -489,9 +475,6 @@ async fn run(
     drop((held, fifos));
     let kills = tree.memory_kills();
     if ended.is_some() {
-        if held_still {
-            bash.signal(libc::SIGCONT);
-        }
         // Between commands it is nobody's: a later kill of this command must not reach it.
         bash.home.adopt(bash.pid).map_err(trouble)?;
         if killed.is_some() {

@@ -84,6 +84,13 @@ fn one_at_a_time_in_order() {
 }
 
 #[test]
+fn a_line_is_text_and_not_keys() {
+    let guest = Guest::start();
+    let text = "a\tb\u{1}\u{4}\u{12}\u{15}c";
+    assert_eq!(guest.exec(line("main", &format!("printf %s '{text}'"))).text(), text);
+}
+
+#[test]
 fn a_timeout_ends_the_command_and_keeps_the_shell() {
     let guest = Guest::start();
     assert_eq!(guest.exec(line("main", "K=kept; sleep 1000 & BG=$!")).process().code, Some(0));
