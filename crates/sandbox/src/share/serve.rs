@@ -24,7 +24,7 @@ use fuse_backend_rs::api::server::Server;
 use fuse_backend_rs::transport::{FuseBuf, FuseDevWriter, Reader};
 
 use super::locks::{Holder, Waiter, Wanted};
-use super::tree::Tree;
+use super::tree::{self, Tree};
 use crate::sys::RangeLock;
 
 /// Threads that serve.
@@ -35,6 +35,9 @@ const REQUEST_HEAD: usize = 40;
 
 /// Bytes before an answer's own: length, error, number.
 const ANSWER_HEAD: usize = 16;
+
+/// Bytes of a notice about a file's attributes.
+const NOTICE: usize = ANSWER_HEAD + 24;
 
 /// The longest message either way: what a FUSE kernel ends at.
 pub(super) const MESSAGE: usize = (1 << 20) + 4096;
@@ -181,6 +184,17 @@ fn answer(error: i32, unique: u64) -> [u8; ANSWER_HEAD] {
     answer
 }
 
+/// Tells a guest's kernel that it knows a file's attributes no more.
+fn notice(node: u64) -> [u8; NOTICE] {
+    let mut notice = [0; NOTICE];
+    notice[..4].copy_from_slice(&(NOTICE as u32).to_le_bytes());
+    notice[4..8].copy_from_slice(&INVALID_INODE.to_le_bytes());
+    notice[16..24].copy_from_slice(&node.to_le_bytes());
+    // No range: the attributes alone, which waits for nobody.
+    notice[24..32].copy_from_slice(&(-1_i64).to_le_bytes());
+    notice
+}
+
 /// A tree being served on a stream; [`Running::end`] waits for its end.
 pub(super) struct Running {
     over: Receiver<End>,
@@ -264,7 +278,9 @@ impl Serving {
             }
             self.heard_ms.store(self.begun.elapsed().as_millis() as u64, Ordering::Relaxed);
             let length = self.serve(&mut request, &mut reply);
-            if length > 0 && self.send(&reply[..length]).is_err() {
+            // Told before the answer is: whoever asked looks at the file next.
+            let told = tree::changed().is_none_or(|node| self.send(&notice(node)).is_ok());
+            if !told || (length > 0 && self.send(&reply[..length]).is_err()) {
                 return End::Broken;
             }
             // What a long message took is not kept for the many short ones.
@@ -391,15 +407,8 @@ impl Serving {
     fn granted(&self, wanted: &Wanted, unique: u64, reply: &mut [u8]) -> usize {
         let mut at = 0;
         if wanted.lock.kind != libc::F_UNLCK as i16 {
-            let whole = ANSWER_HEAD + 24;
-            reply[..4].copy_from_slice(&(whole as u32).to_le_bytes());
-            reply[4..8].copy_from_slice(&INVALID_INODE.to_le_bytes());
-            reply[8..16].fill(0);
-            reply[16..24].copy_from_slice(&wanted.by.node.to_le_bytes());
-            // No range: the attributes alone, which waits for nobody.
-            reply[24..32].copy_from_slice(&(-1_i64).to_le_bytes());
-            reply[32..40].fill(0);
-            at = whole;
+            reply[..NOTICE].copy_from_slice(&notice(wanted.by.node));
+            at = NOTICE;
         }
         reply[at..at + ANSWER_HEAD].copy_from_slice(&answer(0, unique));
         at + ANSWER_HEAD
@@ -453,6 +462,8 @@ fn code(error: &io::Error) -> i32 {
 #[cfg(test)]
 pub(super) mod tests {
     use std::io::Write;
+
+    use fuse_backend_rs::abi::fuse_abi::WRITE_KILL_PRIV;
 
     use super::super::nodes::Nodes;
     use super::super::{Cache, PROOF};
@@ -647,5 +658,32 @@ pub(super) mod tests {
         drop(one);
         let (unique, error, _) = answered(&mut other);
         assert_eq!((unique, error), (102, 0), "the lock outlived its holder");
+    }
+
+    #[test]
+    fn a_write_that_takes_set_id_bits_away_tells_so_before_it_is_answered() {
+        use std::os::unix::fs::PermissionsExt;
+        let root = tempfile::tempdir().expect("directory");
+        let path = root.path().join("f");
+        std::fs::write(&path, "x").expect("file");
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o6755)).expect("mode");
+        let (mut stream, _running) = serve(root.path(), Cache::Alone);
+        init(&mut stream);
+        let node = long(&ask(&mut stream, 1, 1, b"f\0").1, 0);
+        let (error, opened) = ask(&mut stream, 14, node, &[&2_u32.to_le_bytes()[..], &[0; 4]].concat());
+        assert_eq!(error, 0);
+        // By whoever may keep them, they are kept and nothing is told; by anybody else they go.
+        for (flags, mode) in [(0, 0o6755), (WRITE_KILL_PRIV, 0o755)] {
+            let mut write = [&opened[..8], &0_u64.to_le_bytes(), &1_u32.to_le_bytes(), &flags.to_le_bytes()].concat();
+            write.extend([&0_u64.to_le_bytes()[..], &2_u32.to_le_bytes(), &[0; 4], b"y"].concat());
+            stream.write_all(&request(16, 78, node, &write)).expect("ask");
+            if mode == 0o755 {
+                let mut told = [0; NOTICE];
+                stream.read_exact(&mut told).expect("a notice");
+                assert_eq!((word(&told, 4) as i32, long(&told, 8), long(&told, 16)), (INVALID_INODE, 0, node));
+            }
+            assert_eq!(answered(&mut stream).1, 0);
+            assert_eq!(std::fs::metadata(&path).expect("stat").permissions().mode() & 0o7777, mode);
+        }
     }
 }

@@ -4,6 +4,7 @@
 //! of whoever asked. Nothing is reached by a path: an entry is opened below a directory that is open, and a file is opened
 //! for reading or writing through its own descriptor. Called by `serve`, on several threads at once.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::fs::File;
@@ -244,15 +245,27 @@ fn sane(flags: u32) -> OFlags {
     OFlags::from_bits_retain(flags) & kept | OFlags::NONBLOCK
 }
 
+thread_local! {
+    /// The node whose mode the request at work on this thread has changed without an answer that tells.
+    static CHANGED: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// The node whose mode the last request on this thread changed without a word: a guest's kernel asks for times and size
+/// again by itself after a write, and not for the mode.
+pub(super) fn changed() -> Option<u64> {
+    CHANGED.take()
+}
+
 /// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
-/// kernel says when; here the right is there for whoever may.
-fn drop_set_ids(file: &File) -> io::Result<()> {
+/// kernel says when; here the right is there for whoever may. Whether there were any.
+fn drop_set_ids(file: &File) -> io::Result<bool> {
     let bits = u32::from(look(file)?.stx_mode);
     let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
-    if bits & (libc::S_ISUID | group) != 0 {
+    let had = bits & (libc::S_ISUID | group) != 0;
+    if had {
         rustix::fs::fchmod(file, mode(bits & !(libc::S_ISUID | group)))?;
     }
-    Ok(())
+    Ok(had)
 }
 
 fn mode(bits: u32) -> Mode {
@@ -489,8 +502,8 @@ impl FileSystem for Tree {
         }
         let flags = sane(flags);
         let file = File::from(self.open_node(node, flags)?);
-        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
-            drop_set_ids(&file)?;
+        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 && drop_set_ids(&file)? {
+            CHANGED.set(Some(node));
         }
         let handle = self.hold(file, node, flags, false)?;
         Ok((Some(handle), self.kept(), None))
@@ -509,13 +522,17 @@ impl FileSystem for Tree {
         act_as(ctx)?;
         let how = flags | exclusive | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         // What is there already may be a pipe by now: NONBLOCK does not wait for its other end.
-        let file = rustix::fs::openat(&*directory, name, how, mode(args.mode))?;
-        let seen = look(&file)?;
+        let file = File::from(rustix::fs::openat(&*directory, name, how, mode(args.mode))?);
+        let mut seen = look(&file)?;
         if u32::from(seen.stx_mode) & libc::S_IFMT != libc::S_IFREG {
             return Err(errno(libc::ENXIO));
         }
+        if args.fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
+            drop_set_ids(&file)?;
+            seen = look(&file)?;
+        }
         let entry = self.entry(parent, name, &seen)?;
-        match self.hold(File::from(file), entry.inode, flags, false) {
+        match self.hold(file, entry.inode, flags, false) {
             Ok(handle) => Ok((entry, Some(handle), self.kept(), None)),
             Err(error) => {
                 self.nodes.forget(entry.inode, 1);
@@ -580,8 +597,8 @@ impl FileSystem for Tree {
             let add = if append { OFlags::APPEND } else { OFlags::empty() };
             rustix::fs::fcntl_setfl(&handle.file, now | add)?;
         }
-        if fuse_flags & WRITE_KILL_PRIV != 0 {
-            drop_set_ids(&handle.file)?;
+        if fuse_flags & WRITE_KILL_PRIV != 0 && drop_set_ids(&handle.file)? {
+            CHANGED.set(Some(node));
         }
         let mut file = handle.file.try_clone()?;
         let mut done = 0;
