@@ -12,6 +12,10 @@
 //! ```
 //! Called by the privileged side alone, one request about a tree at a time.
 
+mod device;
+mod plan;
+mod template;
+
 use std::collections::{BTreeMap, HashMap};
 use std::fs::{self, File};
 use std::io::{self, Read, Write};
@@ -22,8 +26,8 @@ use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FileType, Mode, OFlags, ResolveFlags};
-use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, OpenTreeFlags};
+use rustix::fs::{Mode, OFlags, ResolveFlags};
+use rustix::mount::OpenTreeFlags;
 use serde::{Deserialize, Serialize};
 
 use crate::disk;
@@ -32,11 +36,10 @@ use crate::id::{UidBlock, VolumeId};
 use crate::jail::Access;
 use crate::sys;
 
-/// A tree's cap in MiB: below, ext4's own tables leave no room; above, ext4 ends.
-pub const VOLUME_MIB: std::ops::RangeInclusive<u64> = 16..=16_000_000;
+use device::{device_of, mount_disk};
+use template::size;
 
-/// The files a tree may have.
-pub const VOLUME_FILES: std::ops::RangeInclusive<u64> = 1024..=1_000_000_000;
+pub use plan::{Medium, VOLUME_FILES, VOLUME_MIB, VolumePlan, VolumeUsage};
 
 /// The id, within its owner's, of the user to whom a new tree belongs: the one that programs of a guest run as.
 pub const USER: u32 = 1000;
@@ -51,17 +54,8 @@ const RECORD: &str = "volume.json";
 /// The longest record that is read back.
 const RECORD_BYTES: u64 = 8 * 1024;
 
-/// Empty file systems kept for copying: each costs the host what it has written, some MiB.
-const TEMPLATES: usize = 8;
-
-/// Counts changes of how an empty file system is made.
-const FORMAT: u32 = 1;
-
 /// How long a disk may take to be let go by the kernel after its last user ended: it is flushed meanwhile.
 const QUIET_WITHIN: Duration = Duration::from_secs(60);
-
-/// Tries for a loop device that another process takes first.
-const LOOPS: usize = 64;
 
 /// Why there is no tree.
 #[derive(Debug, thiserror::Error)]
@@ -107,79 +101,11 @@ fn at<E: Into<io::Error>>(step: impl Into<String>) -> impl FnOnce(E) -> Error {
     move |source| Error::Step { step, source: source.into() }
 }
 
-/// What a tree is made of.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "snake_case", deny_unknown_fields)]
-pub enum Medium {
-    /// A file system of its own.
-    Disk {
-        /// Cap on its bytes, in MiB.
-        mib: u64,
-        /// Cap on its files, directories and links.
-        files: u64,
-    },
-    /// A directory below one of the operator's list, by that one's name. What caps it is its own file system.
-    Directory {
-        /// The name in the list.
-        name: String,
-    },
-}
-
-/// What pepod asks for.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct VolumePlan {
-    /// Which it will be.
-    pub id: VolumeId,
-    /// Whose, by number: below [`UidBlock::TREES`]. Trees of one owner have the same ids.
-    pub owner: u16,
-    /// What of.
-    pub medium: Medium,
-}
-
-impl VolumePlan {
-    /// Checks every bound.
-    ///
-    /// # Errors
-    /// [`Error::Plan`] with the first that does not hold.
-    pub fn check(&self) -> Result<(), Error> {
-        if self.owner >= UidBlock::TREES {
-            return Err(Error::Plan(format!("owner {} is not below {}", self.owner, UidBlock::TREES)));
-        }
-        if let Medium::Disk { mib, files } = self.medium {
-            for (field, value, range) in [("mib", mib, &VOLUME_MIB), ("files", files, &VOLUME_FILES)] {
-                if !range.contains(&value) {
-                    let (low, high) = (range.start(), range.end());
-                    return Err(Error::Plan(format!("{field} is {value}, outside {low}..={high}")));
-                }
-            }
-        }
-        Ok(())
-    }
-}
-
 /// `volume.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Record {
     plan: VolumePlan,
     first_uid: u32,
-}
-
-/// What a tree uses.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct VolumeUsage {
-    /// Bytes its files may have in all, and have.
-    pub bytes: u64,
-    /// Of them, those in use.
-    pub bytes_used: u64,
-    /// Files it may have.
-    pub files: u64,
-    /// Of them, those it has.
-    pub files_used: u64,
-    /// Bytes of the host's disk that it takes.
-    pub allocated: u64,
-    /// Whether bytes and files are capped for this tree alone.
-    pub capped: bool,
 }
 
 /// An instance's trees.
@@ -342,99 +268,6 @@ impl Volumes {
         let flags = OFlags::DIRECTORY | OFlags::CLOEXEC;
         let relative = path.strip_prefix("/").unwrap_or(path);
         rustix::fs::openat2(&top, relative, flags, Mode::empty(), resolve).map_err(at(step))
-    }
-
-    /// An empty file system of that size, made once.
-    fn template(&self, mib: u64, files: u64, first_uid: u32) -> Result<File, Error> {
-        let _alone = lock(&self.templates);
-        let directory = self.directory.join("templates");
-        let name = format!("{mib}-{files}-{first_uid}-{FORMAT}");
-        let path = directory.join(&name);
-        match File::open(&path) {
-            Ok(file) => return Ok(file),
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            Err(error) => return Err(at(format!("open {}", path.display()))(error)),
-        }
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&directory)
-            .map_err(at(format!("make {}", directory.display())))?;
-        let new = directory.join(format!("{name}.new"));
-        let made = self.format(&new, mib, files, first_uid).and_then(|()| {
-            fs::rename(&new, &path).map_err(at(format!("rename {}", new.display())))?;
-            File::open(&path).map_err(at(format!("open {}", path.display())))
-        });
-        if made.is_err() {
-            let _ = fs::remove_file(&new);
-        }
-        let made = made?;
-        forget_oldest(&directory).map_err(at(format!("tidy {}", directory.display())))?;
-        Ok(made)
-    }
-
-    fn format(&self, path: &Path, mib: u64, files: u64, first_uid: u32) -> Result<(), Error> {
-        let step = || format!("make {}", path.display());
-        let file = File::options()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(true)
-            .mode(0o600)
-            .open(path)
-            .map_err(at(step()))?;
-        file.set_len(size(mib, files)).map_err(at(step()))?;
-        let owner = first_uid + USER;
-        let options = [
-            "-q".to_owned(),
-            "-F".to_owned(),
-            "-b".to_owned(),
-            "4096".to_owned(),
-            "-m".to_owned(),
-            "0".to_owned(),
-            "-I".to_owned(),
-            "256".to_owned(),
-            "-N".to_owned(),
-            files.to_string(),
-            "-J".to_owned(),
-            format!("size={}", journal_mib(mib)),
-            "-O".to_owned(),
-            // Named one by one: without its configuration file mkfs makes something like ext2.
-            "has_journal,resize_inode,ext_attr,dir_index,filetype,extent,huge_file,flex_bg,uninit_bg,64bit,dir_nlink,\
-             extra_isize,large_file,sparse_super,metadata_csum"
-                .to_owned(),
-            "-E".to_owned(),
-            // Tables that are zero stay holes: neither we nor the kernel write them.
-            format!(
-                "lazy_itable_init=1,lazy_journal_init=1,nodiscard,assume_storage_prezeroed=1,root_owner={owner}:{owner}"
-            ),
-        ];
-        let ran = Command::new(&self.mkfs)
-            .args(&options)
-            .arg(path)
-            .env_clear()
-            .env("MKE2FS_CONFIG", "/dev/null")
-            .stdin(Stdio::null())
-            .output();
-        match ran {
-            Ok(output) if output.status.success() => {}
-            Ok(output) => {
-                let said: String = String::from_utf8_lossy(&output.stderr).trim().chars().take(400).collect();
-                return Err(disk::Error::Mkfs { program: self.mkfs.clone(), said }.into());
-            }
-            Err(error) if error.kind() == io::ErrorKind::NotFound => {
-                return Err(disk::Error::Missing { program: self.mkfs.clone() }.into());
-            }
-            Err(error) => return Err(at(format!("run {}", self.mkfs.display()))(error)),
-        }
-        // What mkfs puts into every file system is nobody's here and would be seen by everybody.
-        let mounted = mount_disk(&file, Access::Writable).map_err(at(format!("mount {}", path.display())))?;
-        match rustix::fs::unlinkat(&mounted, "lost+found", AtFlags::REMOVEDIR) {
-            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
-            Err(error) => return Err(at(step())(error)),
-        }
-        drop(mounted);
-        self.wait_until_quiet(&file).map_err(at(format!("unmount {}", path.display())))
     }
 
     /// A mount of it for one user. Any number of them may be there at once.
@@ -660,144 +493,5 @@ impl Volumes {
             std::thread::sleep(Duration::from_millis(2));
         }
         Ok(())
-    }
-}
-
-/// The file's size for a cap on bytes and files: ext4's tables are not the user's to pay for.
-fn size(mib: u64, files: u64) -> u64 {
-    // Inodes of 256 bytes; a bitmap block for each and a copy of the group table here and there in every 128 MiB.
-    let tables = files.saturating_mul(256) + (mib / 128 + 1) * (64 << 10);
-    let total = (mib << 20) + tables + (journal_mib(mib) << 20) + (4 << 20);
-    total.next_multiple_of(1 << 20)
-}
-
-fn journal_mib(mib: u64) -> u64 {
-    (mib / 32).clamp(4, 64)
-}
-
-/// The templates used last stay.
-fn forget_oldest(directory: &Path) -> io::Result<()> {
-    let mut templates = Vec::new();
-    for entry in fs::read_dir(directory)? {
-        let path = entry?.path();
-        if let Ok(meta) = fs::metadata(&path) {
-            templates.push((meta.accessed().or_else(|_| meta.modified())?, path));
-        }
-    }
-    templates.sort_unstable();
-    let over = templates.len().saturating_sub(TEMPLATES);
-    for (_, path) in &templates[..over] {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(())
-}
-
-/// The loop device that has this file as its disk, if one does. Looked for among all there are: no record of ours can be
-/// wrong about it.
-fn device_of(backing: &File) -> io::Result<Option<(OwnedFd, PathBuf)>> {
-    let meta = backing.metadata()?;
-    for entry in fs::read_dir("/sys/block")? {
-        let name = entry?.file_name();
-        let Some(name) = name.to_str().filter(|name| name.starts_with("loop")) else { continue };
-        if !Path::new("/sys/block").join(name).join("loop/backing_file").exists() {
-            continue;
-        }
-        let path = Path::new("/dev").join(name);
-        let Ok(device) = open_device(&path) else { continue };
-        if sys::disk::backing(device.as_fd()).ok().flatten() == Some((meta.dev(), meta.ino())) {
-            return Ok(Some((device, path)));
-        }
-    }
-    Ok(None)
-}
-
-fn open_device(path: &Path) -> io::Result<OwnedFd> {
-    let device = rustix::fs::open(path, OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
-    let stat = rustix::fs::fstat(&device)?;
-    match FileType::from_raw_mode(stat.st_mode) {
-        FileType::BlockDevice => Ok(device),
-        _ => Err(io::Error::other(format!("{} is not a disk", path.display()))),
-    }
-}
-
-/// Mounts a tree's file, by way of a loop device that goes with its last mount. The caller has the tree's turn.
-fn mount_disk(backing: &File, access: Access) -> io::Result<OwnedFd> {
-    // Held until it is mounted: a device that nobody has open is not the tree's any more.
-    let (_device, path) = match device_of(backing)? {
-        Some(found) => found,
-        None => attach(backing)?,
-    };
-    let fs = rustix::mount::fsopen("ext4", FsOpenFlags::FSOPEN_CLOEXEC)?;
-    rustix::mount::fsconfig_set_string(&fs, "source", &path)?;
-    rustix::mount::fsconfig_set_flag(&fs, "noinit_itable")?;
-    rustix::mount::fsconfig_set_string(&fs, "errors", "remount-ro")?;
-    rustix::mount::fsconfig_create(&fs)?;
-    let mut attributes =
-        MountAttrFlags::MOUNT_ATTR_NOSUID | MountAttrFlags::MOUNT_ATTR_NODEV | MountAttrFlags::MOUNT_ATTR_NOEXEC;
-    if access == Access::ReadOnly {
-        attributes |= MountAttrFlags::MOUNT_ATTR_RDONLY;
-    }
-    Ok(rustix::mount::fsmount(&fs, FsMountFlags::FSMOUNT_CLOEXEC, attributes)?)
-}
-
-fn attach(backing: &File) -> io::Result<(OwnedFd, PathBuf)> {
-    let control = rustix::fs::open("/dev/loop-control", OFlags::RDWR | OFlags::CLOEXEC, Mode::empty())?;
-    let mut last = io::Error::from(io::ErrorKind::ResourceBusy);
-    for _ in 0..LOOPS {
-        let number = sys::disk::free(control.as_fd())?;
-        let path = PathBuf::from(format!("/dev/loop{number}"));
-        if !path.exists() {
-            // Where no devtmpfs makes them.
-            let device = rustix::fs::makedev(7, number);
-            let mode = Mode::from_raw_mode(0o600);
-            match rustix::fs::mknodat(rustix::fs::CWD, &path, FileType::BlockDevice, mode, device) {
-                Ok(()) | Err(rustix::io::Errno::EXIST) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        let device = open_device(&path)?;
-        // Without a second copy in memory where the file system below can do that.
-        let configured =
-            sys::disk::configure(device.as_fd(), backing.as_fd(), true).or_else(|error| match error.raw_os_error() {
-                Some(libc::EINVAL) => sys::disk::configure(device.as_fd(), backing.as_fd(), false),
-                _ => Err(error),
-            });
-        match configured {
-            Ok(()) => return Ok((device, path)),
-            // Another process took it first.
-            Err(error) if error.raw_os_error() == Some(libc::EBUSY) => last = error,
-            Err(error) => return Err(error),
-        }
-    }
-    Err(last)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn plan(mib: u64, files: u64) -> VolumePlan {
-        VolumePlan { id: VolumeId::new([7; 16]), owner: 0, medium: Medium::Disk { mib, files } }
-    }
-
-    #[test]
-    fn a_plan_is_checked() {
-        plan(16, 1024).check().expect("small");
-        plan(16_000_000, 1_000_000_000).check().expect("large");
-        for bad in [plan(15, 1024), plan(16, 1023), plan(u64::MAX, 1024), plan(16, u64::MAX)] {
-            assert!(bad.check().is_err(), "{bad:?} was taken");
-        }
-        assert!(VolumePlan { owner: UidBlock::TREES, ..plan(16, 1024) }.check().is_err());
-        let text = serde_json::to_string(&plan(16, 1024)).expect("json");
-        assert_eq!(serde_json::from_str::<VolumePlan>(&text).expect("plan"), plan(16, 1024));
-    }
-
-    #[test]
-    fn tables_are_not_the_users_to_pay_for() {
-        assert!(size(10 * 1024, 1 << 20) >= (10 << 30) + (256 << 20));
-        assert!(size(16, 1024) < 32 << 20);
     }
 }

@@ -4,41 +4,37 @@
 //! of whoever asked. Nothing is reached by a path: an entry is opened below a directory that is open, and a file is opened
 //! for reading or writing through its own descriptor. Called by `serve`, on several threads at once.
 
-use std::cell::Cell;
+mod attributes;
+mod data;
+mod directory;
+
 use std::collections::HashMap;
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use fuse_backend_rs::abi::fuse_abi::{
-    CreateIn, FOPEN_IN_KILL_SUIDGID, FsOptions, OpenOptions, SetattrValid, WRITE_KILL_PRIV, stat64, statvfs64,
-};
+use fuse_backend_rs::abi::fuse_abi::{CreateIn, FsOptions, OpenOptions, SetattrValid, stat64, statvfs64};
 use fuse_backend_rs::api::filesystem::{
     Context, DirEntry, Entry, FileSystem, GetxattrReply, ListxattrReply, ZeroCopyReader, ZeroCopyWriter,
 };
-use rustix::fs::{AtFlags, FallocateFlags, FileType, Mode, OFlags, RawDir, RenameFlags, SeekFrom, Statx, XattrFlags};
+use rustix::fs::{AtFlags, FileType, Mode, OFlags, RenameFlags, Statx};
 
 use super::locks::{Holder, Locks, Wanted};
 use super::nodes::{Nodes, errno, look, look_at, plain};
 use super::{Cache, PROOF};
 use crate::sys;
 
+pub(super) use data::changed;
+
 /// The node of the file that proves the mount. Never one of the tree's.
 const PROOF_NODE: u64 = u64::MAX - 1;
 
 /// Ids that a guest's file can have: those of its user namespace.
 const IDS: u32 = 65_536;
-
-/// The largest extended attribute, and the longest list of their names, bytes: the kernel's own bounds.
-const ATTRIBUTE: usize = 64 * 1024;
-
-/// The most of a directory that is read at once, bytes.
-const DIRECTORY: usize = 64 * 1024;
 
 /// How long names and attributes may be trusted where others change the tree too. An overwritten file is read anew when it
 /// is opened, a replaced one is found after this at the latest.
@@ -152,78 +148,6 @@ impl Tree {
     fn made(&self, parent: u64, directory: &OwnedFd, name: &CStr) -> io::Result<Entry> {
         self.entry(parent, name, &look_at(directory, name)?)
     }
-
-    fn attributes(&self, node: u64) -> io::Result<(stat64, Duration)> {
-        if node == PROOF_NODE {
-            return Ok((self.proof_attributes()?, Duration::ZERO));
-        }
-        Ok((sys::stat64(&look(&*self.nodes.file(node)?)?), self.timeout()))
-    }
-
-    fn proof_attributes(&self) -> io::Result<stat64> {
-        let mut stat = sys::stat64(&look(self.nodes.root())?);
-        stat.st_ino = PROOF_NODE;
-        stat.st_mode = libc::S_IFREG | 0o444;
-        stat.st_nlink = 1;
-        stat.st_size = self.proof.len() as i64;
-        stat.st_blocks = 0;
-        Ok(stat)
-    }
-
-    /// A file for its extended attributes: only files with bytes and directories have any that we keep.
-    fn for_attributes(&self, node: u64) -> io::Result<Option<OwnedFd>> {
-        if node == PROOF_NODE {
-            return Ok(None);
-        }
-        let flags = match self.nodes.who(node)?.kind() {
-            libc::S_IFREG => OFlags::RDONLY | OFlags::NONBLOCK,
-            libc::S_IFDIR => OFlags::RDONLY | OFlags::DIRECTORY,
-            _ => return Ok(None),
-        };
-        self.again(self.nodes.file(node)?.as_fd(), flags).map(Some)
-    }
-
-    fn read_directory(
-        &self,
-        node: u64,
-        handle: u64,
-        (size, offset): (u32, u64),
-        add: &mut dyn FnMut(&CStr, DirEntry<'_>) -> io::Result<usize>,
-    ) -> io::Result<()> {
-        let handle = self.handle(handle, node)?;
-        if !handle.directory {
-            return Err(errno(libc::ENOTDIR));
-        }
-        // A copy of the descriptor has the same position, so whoever reads one directory through one handle takes turns;
-        // the kernel of a guest does.
-        rustix::fs::seek(&handle.file, SeekFrom::Start(offset))?;
-        let mut buffer = vec![MaybeUninit::uninit(); (size as usize).clamp(4096, DIRECTORY)];
-        let mut entries = RawDir::new(&handle.file, &mut buffer);
-        while let Some(entry) = entries.next() {
-            let entry = entry?;
-            let name = entry.file_name();
-            let kind = match entry.file_type() {
-                FileType::RegularFile => libc::DT_REG,
-                FileType::Directory => libc::DT_DIR,
-                FileType::Symlink => libc::DT_LNK,
-                FileType::Fifo => libc::DT_FIFO,
-                FileType::Socket => libc::DT_SOCK,
-                FileType::CharacterDevice => libc::DT_CHR,
-                FileType::BlockDevice => libc::DT_BLK,
-                FileType::Unknown => libc::DT_UNKNOWN,
-            };
-            let entry = DirEntry {
-                ino: entry.ino(),
-                offset: entry.next_entry_cookie(),
-                type_: u32::from(kind),
-                name: name.to_bytes(),
-            };
-            if add(name, entry)? == 0 {
-                break;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// A descriptor's name in `/proc/self/fd`.
@@ -239,51 +163,8 @@ fn act_as(ctx: &Context) -> io::Result<()> {
     Ok(())
 }
 
-/// How a guest may open a file here. Direct transfers are between the guest and us, and nothing is made by an open.
-fn sane(flags: u32) -> OFlags {
-    let kept = OFlags::ACCMODE | OFlags::TRUNC | OFlags::APPEND | OFlags::DSYNC | OFlags::SYNC | OFlags::NOATIME;
-    OFlags::from_bits_retain(flags) & kept | OFlags::NONBLOCK
-}
-
-thread_local! {
-    /// The node whose mode the request at work on this thread has changed without an answer that tells.
-    static CHANGED: Cell<Option<u64>> = const { Cell::new(None) };
-}
-
-/// The node whose mode the last request on this thread changed without a word: a guest's kernel asks for times and size
-/// again by itself after a write, and not for the mode.
-pub(super) fn changed() -> Option<u64> {
-    CHANGED.take()
-}
-
-/// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
-/// kernel says when; here the right is there for whoever may. Whether there were any.
-fn drop_set_ids(file: &File) -> io::Result<bool> {
-    let bits = u32::from(look(file)?.stx_mode);
-    let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
-    let had = bits & (libc::S_ISUID | group) != 0;
-    if had {
-        rustix::fs::fchmod(file, mode(bits & !(libc::S_ISUID | group)))?;
-    }
-    Ok(had)
-}
-
 fn mode(bits: u32) -> Mode {
     Mode::from_raw_mode(bits & 0o7777)
-}
-
-/// Which extended attributes are kept.
-fn is_kept(name: &CStr) -> bool {
-    name.to_bytes().starts_with(b"user.") || name == c"security.capability"
-}
-
-fn time(seconds: i64, nanoseconds: i64, given: bool, now: bool) -> rustix::fs::Timespec {
-    let nanoseconds = match (given, now) {
-        (_, true) => rustix::fs::UTIME_NOW,
-        (true, false) => nanoseconds,
-        (false, false) => rustix::fs::UTIME_OMIT,
-    };
-    rustix::fs::Timespec { tv_sec: seconds, tv_nsec: nanoseconds }
 }
 
 impl FileSystem for Tree {
@@ -353,57 +234,7 @@ impl FileSystem for Tree {
         handle: Option<u64>,
         valid: SetattrValid,
     ) -> io::Result<(stat64, Duration)> {
-        if node == PROOF_NODE {
-            return Err(errno(libc::EPERM));
-        }
-        let handle = handle.and_then(|handle| self.handle(handle, node).ok());
-        let file = self.nodes.file(node)?;
-        if valid.contains(SetattrValid::MODE) {
-            rustix::fs::chmodat(&self.files, number(file.as_fd()), mode(attr.st_mode), AtFlags::empty())?;
-        }
-        if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
-            let id = |given: bool, id: u32| match (given, id) {
-                (false, _) => Ok(None),
-                (true, id) if id < IDS => Ok(Some(id)),
-                (true, _) => Err(errno(libc::EINVAL)),
-            };
-            let uid = id(valid.contains(SetattrValid::UID), attr.st_uid)?.map(rustix::fs::Uid::from_raw);
-            let gid = id(valid.contains(SetattrValid::GID), attr.st_gid)?.map(rustix::fs::Gid::from_raw);
-            rustix::fs::chownat(&*file, c"", uid, gid, AtFlags::EMPTY_PATH)?;
-        }
-        if valid.contains(SetattrValid::SIZE) {
-            let size = u64::try_from(attr.st_size).map_err(|_| errno(libc::EINVAL))?;
-            match &handle {
-                Some(handle) if !handle.directory => rustix::fs::ftruncate(&handle.file, size)?,
-                _ => rustix::fs::ftruncate(self.open_node(node, OFlags::WRONLY | OFlags::NONBLOCK)?, size)?,
-            }
-        }
-        if valid.contains(SetattrValid::KILL_SUIDGID) && self.nodes.who(node)?.kind() == libc::S_IFREG {
-            drop_set_ids(&File::from(self.open_node(node, OFlags::RDONLY | OFlags::NONBLOCK)?))?;
-        }
-        if valid.intersects(SetattrValid::ATIME | SetattrValid::MTIME) {
-            let atime = valid.contains(SetattrValid::ATIME);
-            let mtime = valid.contains(SetattrValid::MTIME);
-            let times = rustix::fs::Timestamps {
-                last_access: time(
-                    attr.st_atime,
-                    attr.st_atime_nsec,
-                    atime,
-                    atime && valid.contains(SetattrValid::ATIME_NOW),
-                ),
-                last_modification: time(
-                    attr.st_mtime,
-                    attr.st_mtime_nsec,
-                    mtime,
-                    mtime && valid.contains(SetattrValid::MTIME_NOW),
-                ),
-            };
-            rustix::fs::utimensat(&self.files, number(file.as_fd()), &times, AtFlags::empty())?;
-        }
-        match handle {
-            Some(handle) => Ok((sys::stat64(&look(&handle.file)?), self.timeout())),
-            None => self.attributes(node),
-        }
+        self.change(node, &attr, handle, valid)
     }
 
     fn readlink(&self, _ctx: &Context, node: u64) -> io::Result<Vec<u8>> {
@@ -497,16 +328,7 @@ impl FileSystem for Tree {
         flags: u32,
         fuse_flags: u32,
     ) -> io::Result<(Option<u64>, OpenOptions, Option<u32>)> {
-        if node == PROOF_NODE {
-            return Ok((Some(0), OpenOptions::DIRECT_IO, None));
-        }
-        let flags = sane(flags);
-        let file = File::from(self.open_node(node, flags)?);
-        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 && drop_set_ids(&file)? {
-            CHANGED.set(Some(node));
-        }
-        let handle = self.hold(file, node, flags, false)?;
-        Ok((Some(handle), self.kept(), None))
+        self.open_data(node, flags, fuse_flags)
     }
 
     fn create(
@@ -516,29 +338,7 @@ impl FileSystem for Tree {
         name: &CStr,
         args: CreateIn,
     ) -> io::Result<(Entry, Option<u64>, OpenOptions, Option<u32>)> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
-        let exclusive = OFlags::from_bits_retain(args.flags) & OFlags::EXCL;
-        let flags = sane(args.flags);
-        act_as(ctx)?;
-        let how = flags | exclusive | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
-        // What is there already may be a pipe by now: NONBLOCK does not wait for its other end.
-        let file = File::from(rustix::fs::openat(&*directory, name, how, mode(args.mode))?);
-        let mut seen = look(&file)?;
-        if u32::from(seen.stx_mode) & libc::S_IFMT != libc::S_IFREG {
-            return Err(errno(libc::ENXIO));
-        }
-        if args.fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
-            drop_set_ids(&file)?;
-            seen = look(&file)?;
-        }
-        let entry = self.entry(parent, name, &seen)?;
-        match self.hold(file, entry.inode, flags, false) {
-            Ok(handle) => Ok((entry, Some(handle), self.kept(), None)),
-            Err(error) => {
-                self.nodes.forget(entry.inode, 1);
-                Err(error)
-            }
-        }
+        self.create_data(ctx, parent, name, args)
     }
 
     fn read(
@@ -552,27 +352,7 @@ impl FileSystem for Tree {
         _lock_owner: Option<u64>,
         _flags: u32,
     ) -> io::Result<usize> {
-        if node == PROOF_NODE {
-            let from = usize::try_from(offset).unwrap_or(usize::MAX).min(self.proof.len());
-            let part = &self.proof[from..(from + size as usize).min(self.proof.len())];
-            w.write_all(part)?;
-            return Ok(part.len());
-        }
-        let handle = self.handle(handle, node)?;
-        // The trait wants the file for itself.
-        let mut file = handle.file.try_clone()?;
-        let mut done = 0;
-        while done < size as usize {
-            match w.write_from(&mut file, size as usize - done, offset + done as u64) {
-                Ok(0) => break,
-                Ok(read) => done += read,
-                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(_) if done > 0 => break,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(done)
+        self.read_data(node, handle, w, size, offset)
     }
 
     fn write(
@@ -588,31 +368,7 @@ impl FileSystem for Tree {
         flags: u32,
         fuse_flags: u32,
     ) -> io::Result<usize> {
-        let handle = self.handle(handle, node)?;
-        let append = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
-        if handle.append.swap(append, Ordering::AcqRel) != append {
-            // The program changed its mind by fcntl. At the end of the file is where the host's kernel writes then, which
-            // no other Sandbox can come between.
-            let now = rustix::fs::fcntl_getfl(&handle.file)?.difference(OFlags::APPEND);
-            let add = if append { OFlags::APPEND } else { OFlags::empty() };
-            rustix::fs::fcntl_setfl(&handle.file, now | add)?;
-        }
-        if fuse_flags & WRITE_KILL_PRIV != 0 && drop_set_ids(&handle.file)? {
-            CHANGED.set(Some(node));
-        }
-        let mut file = handle.file.try_clone()?;
-        let mut done = 0;
-        while done < size as usize {
-            match r.read_to(&mut file, size as usize - done, offset + done as u64) {
-                Ok(0) => break,
-                Ok(written) => done += written,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                // What was written is told; the next write tells why no more was.
-                Err(_) if done > 0 => break,
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(done)
+        self.write_data(node, handle, r, (size, offset), flags, fuse_flags)
     }
 
     fn flush(&self, _ctx: &Context, node: u64, _handle: u64, lock_owner: u64) -> io::Result<()> {
@@ -621,17 +377,11 @@ impl FileSystem for Tree {
     }
 
     fn fsync(&self, _ctx: &Context, node: u64, datasync: bool, handle: u64) -> io::Result<()> {
-        let handle = self.handle(handle, node)?;
-        match datasync {
-            true => Ok(rustix::fs::fdatasync(&handle.file)?),
-            false => Ok(rustix::fs::fsync(&handle.file)?),
-        }
+        self.flush_data(node, datasync, handle)
     }
 
     fn fallocate(&self, _ctx: &Context, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
-        let handle = self.handle(handle, node)?;
-        let flags = FallocateFlags::from_bits(bits).ok_or(errno(libc::EOPNOTSUPP))?;
-        Ok(rustix::fs::fallocate(&handle.file, flags, offset, length)?)
+        self.allocate(node, handle, bits, offset, length)
     }
 
     fn release(
@@ -659,65 +409,23 @@ impl FileSystem for Tree {
     }
 
     fn setxattr(&self, _ctx: &Context, node: u64, name: &CStr, value: &[u8], flags: u32) -> io::Result<()> {
-        if !is_kept(name) {
-            let is_list = name.to_bytes().starts_with(b"system.");
-            return Err(errno(if is_list { libc::EOPNOTSUPP } else { libc::EPERM }));
-        }
-        let file = self.for_attributes(node)?.ok_or(errno(libc::EPERM))?;
-        let flags = XattrFlags::from_bits(flags).ok_or(errno(libc::EINVAL))?;
-        Ok(rustix::fs::fsetxattr(file, name, value, flags)?)
+        self.set_attribute(node, name, value, flags)
     }
 
     fn getxattr(&self, _ctx: &Context, node: u64, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
-        if !is_kept(name) {
-            let is_list = name.to_bytes().starts_with(b"system.");
-            return Err(errno(if is_list { libc::EOPNOTSUPP } else { libc::ENODATA }));
-        }
-        let file = self.for_attributes(node)?.ok_or(errno(libc::ENODATA))?;
-        if size == 0 {
-            return Ok(GetxattrReply::Count(rustix::fs::fgetxattr_query(file, name)? as u32));
-        }
-        let mut value = vec![0; (size as usize).min(ATTRIBUTE)];
-        let length = rustix::fs::fgetxattr(file, name, &mut value[..])?;
-        value.truncate(length);
-        Ok(GetxattrReply::Value(value))
+        self.attribute(node, name, size)
     }
 
     fn listxattr(&self, _ctx: &Context, node: u64, size: u32) -> io::Result<ListxattrReply> {
-        let mut names = Vec::new();
-        if let Some(file) = self.for_attributes(node)? {
-            let mut all = vec![0; ATTRIBUTE];
-            let length = rustix::fs::flistxattr(file, &mut all[..])?;
-            for name in all[..length].split_inclusive(|byte| *byte == 0) {
-                if CStr::from_bytes_with_nul(name).is_ok_and(is_kept) {
-                    names.extend_from_slice(name);
-                }
-            }
-        }
-        match size as usize {
-            0 => Ok(ListxattrReply::Count(names.len() as u32)),
-            size if size < names.len() => Err(errno(libc::ERANGE)),
-            _ => Ok(ListxattrReply::Names(names)),
-        }
+        self.attribute_names(node, size)
     }
 
     fn removexattr(&self, _ctx: &Context, node: u64, name: &CStr) -> io::Result<()> {
-        if !is_kept(name) {
-            return Err(errno(libc::ENODATA));
-        }
-        let file = self.for_attributes(node)?.ok_or(errno(libc::ENODATA))?;
-        Ok(rustix::fs::fremovexattr(file, name)?)
+        self.remove_attribute(node, name)
     }
 
     fn opendir(&self, _ctx: &Context, node: u64, _flags: u32) -> io::Result<(Option<u64>, OpenOptions)> {
-        let file = self.nodes.file(node)?;
-        let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let handle = self.hold(File::from(self.again(file.as_fd(), flags)?), node, flags, true)?;
-        let options = match self.cache {
-            Cache::Shared => OpenOptions::empty(),
-            Cache::Alone => OpenOptions::KEEP_CACHE | OpenOptions::CACHE_DIR,
-        };
-        Ok((Some(handle), options))
+        self.open_directory(node)
     }
 
     fn readdir(
@@ -741,25 +449,11 @@ impl FileSystem for Tree {
         offset: u64,
         add: &mut dyn FnMut(DirEntry<'_>, Entry) -> io::Result<usize>,
     ) -> io::Result<()> {
-        let directory = self.nodes.file(node)?;
-        self.read_directory(node, handle, (size, offset), &mut |name, entry| {
-            let found = match plain(name) {
-                Ok(name) => look_at(&*directory, name).and_then(|seen| self.entry(node, name, &seen)),
-                // The directory itself and the one above are told and not looked up.
-                Err(_) => Ok(Entry::default()),
-            };
-            // One that went meanwhile, or for which there is no room, is told by its name alone.
-            let found = found.unwrap_or_default();
-            let added = add(entry, found);
-            if found.inode != 0 && !matches!(added, Ok(size) if size > 0) {
-                self.nodes.forget(found.inode, 1);
-            }
-            added
-        })
+        self.read_directory_and_look(node, handle, (size, offset), add)
     }
 
-    fn fsyncdir(&self, ctx: &Context, node: u64, datasync: bool, handle: u64) -> io::Result<()> {
-        self.fsync(ctx, node, datasync, handle)
+    fn fsyncdir(&self, _ctx: &Context, node: u64, datasync: bool, handle: u64) -> io::Result<()> {
+        self.flush_data(node, datasync, handle)
     }
 
     fn releasedir(&self, _ctx: &Context, _node: u64, _flags: u32, handle: u64) -> io::Result<()> {
@@ -768,25 +462,6 @@ impl FileSystem for Tree {
     }
 
     fn lseek(&self, _ctx: &Context, node: u64, handle: u64, offset: u64, whence: u32) -> io::Result<u64> {
-        let handle = self.handle(handle, node)?;
-        if handle.directory {
-            return Err(errno(libc::EINVAL));
-        }
-        let from = match whence as i32 {
-            libc::SEEK_DATA => SeekFrom::Data(offset),
-            libc::SEEK_HOLE => SeekFrom::Hole(offset),
-            // The guest's kernel knows all other positions by itself.
-            _ => return Err(errno(libc::EINVAL)),
-        };
-        Ok(rustix::fs::seek(&handle.file, from)?)
-    }
-}
-
-impl Tree {
-    fn kept(&self) -> OpenOptions {
-        match self.cache {
-            Cache::Shared => OpenOptions::empty(),
-            Cache::Alone => OpenOptions::KEEP_CACHE,
-        }
+        self.find_data(node, handle, offset, whence)
     }
 }

@@ -1,0 +1,191 @@
+//! The bytes of files: opening, reading, writing, room and holes. Called by [`super`].
+
+use std::cell::Cell;
+use std::ffi::CStr;
+use std::fs::File;
+use std::io;
+use std::sync::atomic::Ordering;
+
+use fuse_backend_rs::abi::fuse_abi::{CreateIn, FOPEN_IN_KILL_SUIDGID, OpenOptions, WRITE_KILL_PRIV};
+use fuse_backend_rs::api::filesystem::{Context, Entry, ZeroCopyReader, ZeroCopyWriter};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
+
+use super::super::Cache;
+use super::super::nodes::{errno, look, plain};
+use super::{PROOF_NODE, Tree, act_as, mode};
+
+type Opened = (Option<u64>, OpenOptions, Option<u32>);
+
+type Created = (Entry, Option<u64>, OpenOptions, Option<u32>);
+
+thread_local! {
+    /// The node whose mode the request at work on this thread has changed without an answer that tells.
+    static CHANGED: Cell<Option<u64>> = const { Cell::new(None) };
+}
+
+/// The node whose mode the last request on this thread changed without a word: a guest's kernel asks for times and size
+/// again by itself after a write, and not for the mode.
+pub(in crate::share) fn changed() -> Option<u64> {
+    CHANGED.take()
+}
+
+/// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
+/// kernel says when; here the right is there for whoever may. Whether there were any.
+pub(super) fn drop_set_ids(file: &File) -> io::Result<bool> {
+    let bits = u32::from(look(file)?.stx_mode);
+    let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
+    let had = bits & (libc::S_ISUID | group) != 0;
+    if had {
+        rustix::fs::fchmod(file, mode(bits & !(libc::S_ISUID | group)))?;
+    }
+    Ok(had)
+}
+
+/// How a guest may open a file here. Direct transfers are between the guest and us, and nothing is made by an open.
+fn sane(flags: u32) -> OFlags {
+    let kept = OFlags::ACCMODE | OFlags::TRUNC | OFlags::APPEND | OFlags::DSYNC | OFlags::SYNC | OFlags::NOATIME;
+    OFlags::from_bits_retain(flags) & kept | OFlags::NONBLOCK
+}
+
+impl Tree {
+    fn kept(&self) -> OpenOptions {
+        match self.cache {
+            Cache::Shared => OpenOptions::empty(),
+            Cache::Alone => OpenOptions::KEEP_CACHE,
+        }
+    }
+
+    pub(super) fn open_data(&self, node: u64, flags: u32, fuse_flags: u32) -> io::Result<Opened> {
+        if node == PROOF_NODE {
+            return Ok((Some(0), OpenOptions::DIRECT_IO, None));
+        }
+        let flags = sane(flags);
+        let file = File::from(self.open_node(node, flags)?);
+        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 && drop_set_ids(&file)? {
+            CHANGED.set(Some(node));
+        }
+        let handle = self.hold(file, node, flags, false)?;
+        Ok((Some(handle), self.kept(), None))
+    }
+
+    pub(super) fn create_data(&self, ctx: &Context, parent: u64, name: &CStr, args: CreateIn) -> io::Result<Created> {
+        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let exclusive = OFlags::from_bits_retain(args.flags) & OFlags::EXCL;
+        let flags = sane(args.flags);
+        act_as(ctx)?;
+        let how = flags | exclusive | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
+        // What is there already may be a pipe by now: NONBLOCK does not wait for its other end.
+        let file = File::from(rustix::fs::openat(&*directory, name, how, mode(args.mode))?);
+        let mut seen = look(&file)?;
+        if u32::from(seen.stx_mode) & libc::S_IFMT != libc::S_IFREG {
+            return Err(errno(libc::ENXIO));
+        }
+        if args.fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
+            drop_set_ids(&file)?;
+            seen = look(&file)?;
+        }
+        let entry = self.entry(parent, name, &seen)?;
+        match self.hold(file, entry.inode, flags, false) {
+            Ok(handle) => Ok((entry, Some(handle), self.kept(), None)),
+            Err(error) => {
+                self.nodes.forget(entry.inode, 1);
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn read_data(
+        &self,
+        node: u64,
+        handle: u64,
+        w: &mut dyn ZeroCopyWriter,
+        size: u32,
+        offset: u64,
+    ) -> io::Result<usize> {
+        if node == PROOF_NODE {
+            let from = usize::try_from(offset).unwrap_or(usize::MAX).min(self.proof.len());
+            let part = &self.proof[from..(from + size as usize).min(self.proof.len())];
+            w.write_all(part)?;
+            return Ok(part.len());
+        }
+        let handle = self.handle(handle, node)?;
+        // The trait wants the file for itself.
+        let mut file = handle.file.try_clone()?;
+        let mut done = 0;
+        while done < size as usize {
+            match w.write_from(&mut file, size as usize - done, offset + done as u64) {
+                Ok(0) => break,
+                Ok(read) => done += read,
+                Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => break,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(done)
+    }
+
+    pub(super) fn write_data(
+        &self,
+        node: u64,
+        handle: u64,
+        r: &mut dyn ZeroCopyReader,
+        (size, offset): (u32, u64),
+        flags: u32,
+        fuse_flags: u32,
+    ) -> io::Result<usize> {
+        let handle = self.handle(handle, node)?;
+        let append = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
+        if handle.append.swap(append, Ordering::AcqRel) != append {
+            // The program changed its mind by fcntl. At the end of the file is where the host's kernel writes then, which
+            // no other Sandbox can come between.
+            let now = rustix::fs::fcntl_getfl(&handle.file)?.difference(OFlags::APPEND);
+            let add = if append { OFlags::APPEND } else { OFlags::empty() };
+            rustix::fs::fcntl_setfl(&handle.file, now | add)?;
+        }
+        if fuse_flags & WRITE_KILL_PRIV != 0 && drop_set_ids(&handle.file)? {
+            CHANGED.set(Some(node));
+        }
+        let mut file = handle.file.try_clone()?;
+        let mut done = 0;
+        while done < size as usize {
+            match r.read_to(&mut file, size as usize - done, offset + done as u64) {
+                Ok(0) => break,
+                Ok(written) => done += written,
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                // What was written is told; the next write tells why no more was.
+                Err(_) if done > 0 => break,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(done)
+    }
+
+    pub(super) fn flush_data(&self, node: u64, datasync: bool, handle: u64) -> io::Result<()> {
+        let handle = self.handle(handle, node)?;
+        match datasync {
+            true => Ok(rustix::fs::fdatasync(&handle.file)?),
+            false => Ok(rustix::fs::fsync(&handle.file)?),
+        }
+    }
+
+    pub(super) fn allocate(&self, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
+        let handle = self.handle(handle, node)?;
+        let flags = FallocateFlags::from_bits(bits).ok_or(errno(libc::EOPNOTSUPP))?;
+        Ok(rustix::fs::fallocate(&handle.file, flags, offset, length)?)
+    }
+
+    pub(super) fn find_data(&self, node: u64, handle: u64, offset: u64, whence: u32) -> io::Result<u64> {
+        let handle = self.handle(handle, node)?;
+        if handle.directory {
+            return Err(errno(libc::EINVAL));
+        }
+        let from = match whence as i32 {
+            libc::SEEK_DATA => SeekFrom::Data(offset),
+            libc::SEEK_HOLE => SeekFrom::Hole(offset),
+            // The guest's kernel knows all other positions by itself.
+            _ => return Err(errno(libc::EINVAL)),
+        };
+        Ok(rustix::fs::seek(&handle.file, from)?)
+    }
+}
