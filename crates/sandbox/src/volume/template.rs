@@ -17,7 +17,7 @@ use crate::jail::Access;
 const TEMPLATES: usize = 8;
 
 /// Counts changes of how an empty file system is made.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 
 impl Volumes {
     /// An empty file system of that size, made once.
@@ -119,7 +119,20 @@ pub(super) fn size(mib: u64, files: u64) -> u64 {
     // Inodes of 256 bytes; a bitmap block for each and a copy of the group table here and there in every 128 MiB.
     let tables = files.saturating_mul(256) + (mib / 128 + 1) * (64 << 10);
     let total = (mib << 20) + tables + (journal_mib(mib) << 20) + (4 << 20);
+    // Each copy of the group table has room to grow a thousandfold, 4 MiB at the most.
+    let groups = total / GROUP + 1;
+    let total = total + copies(groups) * (groups * 1024 * 64).min(4 << 20);
     total.next_multiple_of(1 << 20)
+}
+
+/// Bytes of a group of ext4.
+const GROUP: u64 = 128 << 20;
+
+/// Groups with a copy of the group table: the first two and those that are a power of 3, 5 or 7.
+fn copies(groups: u64) -> u64 {
+    let powers = |base: u64| std::iter::successors(Some(base), move |power| power.checked_mul(base));
+    let of = |base| powers(base).take_while(|power| *power < groups).count() as u64;
+    groups.min(2) + of(3) + of(5) + of(7)
 }
 
 fn journal_mib(mib: u64) -> u64 {
@@ -154,5 +167,7 @@ mod tests {
     fn tables_are_not_the_users_to_pay_for() {
         assert!(size(10 * 1024, 1 << 20) >= (10 << 30) + (256 << 20));
         assert!(size(16, 1024) < 32 << 20);
+        // 49 and 27, 25, 9, 7, 5, 3, 1, 0 of 80 groups.
+        assert_eq!((copies(1), copies(2), copies(80)), (1, 2, 9));
     }
 }
