@@ -2,7 +2,7 @@ SHELL := /bin/bash
 # The front door. Each recipe is one script in scripts/, so that it can be read, run alone and tested.
 
 .DEFAULT_GOAL := help
-.PHONY: help build run test check bench soak fuzz image install clean advisories
+.PHONY: help build run test check bench soak fuzz image install deb schemathesis clean advisories
 
 export PREFIX DESTDIR UNITDIR BOOTS TARGET SECONDS_EACH
 
@@ -38,6 +38,13 @@ image: ## build the default Image in the development instance
 
 install: ## programs, systemd units and users (PREFIX=/usr/local, DESTDIR=)
 	@scripts/install.sh
+
+deb: ## a Debian package of a release build
+	@scripts/deb.sh
+
+schemathesis: ## the API against its own document, every check (takes root)
+	@scripts/build.sh
+	@scripts/schemathesis.sh
 
 clean: ## remove the build and the development instance
 	@scripts/clean.sh

@@ -107,6 +107,12 @@ step "Clippy, every target (the fuzz targets too)"
 cargo clippy --quiet --locked --workspace --all-targets --features pepo-daemon/fake -- -D warnings || fault "clippy"
 pass
 
+step "The API's document is what the types say"
+cargo clippy --quiet --locked -p pepo-api --features openapi --all-targets -- -D warnings || fault "clippy of the feature openapi"
+quietly cargo test --quiet --locked -p pepo-api --features openapi --test openapi --test documents ||
+  fault "docs/: run PEPO_BLESS=1 cargo test -p pepo-api --features openapi --test openapi --test documents"
+pass
+
 step "Documentation"
 RUSTDOCFLAGS="-D warnings -A rustdoc::private_intra_doc_links" cargo doc --quiet --locked --workspace --no-deps --lib --bins --document-private-items ||
   fault "cargo doc"

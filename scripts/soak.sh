@@ -14,6 +14,15 @@ step "Soak"
 export PEPO_E2E=1 PEPO_E2E_BIN=$stage PEPO_E2E_IMAGES=$dev_home/state/images
 as_root "$target/debug/pepo-soak" "$@"
 
+step "The API against its own document"
+as_root env STREAMS=500 "$top/scripts/schemathesis.sh" --examples 100
+
+step "The Debian package in a fresh Debian"
+package=$(mktemp -d)
+"$top/scripts/deb.sh" --stage "$stage" --out "$package"
+"$top/scripts/deb.sh" --check "$package"/*.deb --install bookworm
+rm -rf "$package"
+
 step "Starts and stops under Firecracker"
 if [ -n "${PEPO_FIRECRACKER:-}" ]; then
   real=$(cargo test --quiet --locked -p pepo-sandbox --test real --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)

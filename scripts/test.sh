@@ -52,6 +52,17 @@ else
   CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER="sudo --preserve-env" run "$@" || code=$?
 fi
 
+step "The Debian package"
+if command -v dpkg-deb >/dev/null; then
+  package=$(mktemp -d)
+  # Of the programs under test, packed fast: what is looked at is what is in it and where.
+  { PEPO_DEB_FAST=1 "$top/scripts/deb.sh" --stage "$stage" --out "$package" && "$top/scripts/deb.sh" --check "$package"/*.deb; } || code=1
+  rm -rf "$package"
+  ok
+else
+  note "not made: dpkg-deb is not here"
+fi
+
 # Named and counted, so that nobody takes silence for success.
 if [ -n "$microvm" ]; then
   step "Not run here"

@@ -63,6 +63,84 @@ async fn the_printed_key_opens_sessions_and_nothing_of_the_operators() {
     instance.end();
 }
 
+#[test]
+fn every_verb_that_is_not_the_operators_works_from_elsewhere() {
+    let instance = Instance::new();
+    let up = instance.up();
+    let (url, key) = until("URL and key are printed", Duration::from_secs(20), || printed(&up.so_far()));
+    let mine = tempfile::tempdir().expect("directory");
+    fs::write(mine.path().join("key"), &key).expect("write");
+    let elsewhere = |args: &[&str]| {
+        instance.pepo(["--context", "lab"]).args(args).env("XDG_CONFIG_HOME", mine.path()).directory(mine.path())
+    };
+    let added = instance
+        .pepo(["context", "add", "lab", "--url", &url, "--key-file", "key"])
+        .env("XDG_CONFIG_HOME", mine.path())
+        .directory(mine.path())
+        .ok();
+    let listed = elsewhere(&["context", "ls"]).ok();
+    assert!(listed.out().contains("lab") && !listed.out().contains(&key) && !added.err().contains(&key), "{listed}");
+
+    assert_eq!(elsewhere(&["run", "--", "echo", "far"]).ok().out(), "far\n");
+    let made = elsewhere(&["session", "create", "--name", "far", "--workspace", "none", "--keep-alive", "10m"]).ok();
+    let session = made.out().trim().to_owned();
+    elsewhere(&["session", "wait", "--state", "active", "far"]).ok();
+    let detached = elsewhere(&["exec", "-d", "far", "--", "sh", "-c", "echo out; sleep 600"]).ok().out();
+    let command = detached.trim();
+    fs::write(mine.path().join("here"), "bytes").expect("write");
+    elsewhere(&["cp", "here", "far:/tmp/there"]).ok();
+    assert_eq!(elsewhere(&["exec", "far", "--", "cat", "/tmp/there"]).ok().out(), "bytes");
+    elsewhere(&["cp", "far:/tmp/there", "back"]).ok();
+    assert_eq!(fs::read_to_string(mine.path().join("back")).expect("back"), "bytes");
+    for verb in [
+        &["session", "ls"][..],
+        &["session", "show", "far"],
+        &["session", "update", "far", "-l", "a=b"],
+        &["ps", "far"],
+        &["logs", "far", command],
+        &["kill", "far", command],
+        &["stats", "far"],
+        &["usage"],
+        &["events"],
+        &["events", "--audit"],
+        &["image", "ls"],
+        &["image", "show", "base"],
+        &["app", "ls"],
+        &["app", "show", "default"],
+        &["key", "create", "--name", "other"],
+        &["key", "ls"],
+        &["key", "revoke", "other"],
+        &["workspace", "create", "--name", "w"],
+        &["workspace", "ls"],
+        &["workspace", "show", "w"],
+        &["workspace", "rm", "w"],
+        &["version"],
+        &["session", "rm", &session],
+    ] {
+        elsewhere(verb).ok();
+    }
+    for verb in [
+        &["up"][..],
+        &["down"],
+        &["doctor"],
+        &["sweep"],
+        &["drain"],
+        &["config", "show"],
+        &["backup", "create", "x.tar"],
+        &["setup", "--check"],
+        &["image", "build", "base"],
+        &["image", "gc"],
+        &["app", "create", "mine"],
+        &["app", "rm", "default"],
+    ] {
+        let refused = elsewhere(verb).run();
+        assert_ne!(refused.code(), Some(0), "{verb:?} is the operator's: {refused}");
+    }
+    instance.pepo(["down"]).ok();
+    up.wait();
+    instance.end();
+}
+
 #[tokio::test]
 async fn the_edge_has_no_rights_and_its_death_hurts_nobody() {
     let instance = Instance::new();

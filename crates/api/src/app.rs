@@ -7,33 +7,19 @@ use serde_json::Value;
 
 use crate::id::{AppId, KeyId};
 use crate::scope::Scope;
+use crate::session::settings;
 
-/// What an App's Sessions get where they name nothing. What is absent is the daemon's own default.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct AppDefaults {
-    /// An Image's name or id.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<String>,
-    /// Virtual processors.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpus: Option<u32>,
-    /// Guest memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory_mib: Option<u32>,
-    /// Scratch disk.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub disk_mib: Option<u32>,
-    /// How long a Sandbox stays after the last activity.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep_alive_seconds: Option<u64>,
-    /// How long a Session lives at the most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expires_seconds: Option<u64>,
+settings! {
+    /// What an App's Sessions get where they name nothing. What is absent is the daemon's own default.
+    #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+    #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+    #[serde(deny_unknown_fields)]
+    pub struct AppDefaults {}
 }
 
 /// The most that one Session of the App may ask for. Absent: what the host allows.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AppLimits {
     /// Virtual processors.
@@ -52,6 +38,7 @@ pub struct AppLimits {
 
 /// The most that all Sessions of the App may have together: the operator's to set. Absent: no such limit.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AppQuota {
     /// Sessions that have not ended.
@@ -76,6 +63,7 @@ pub struct AppQuota {
 
 /// What an App is set to: what its file says.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct AppSettings {
     /// For filtering.
@@ -98,6 +86,7 @@ fn is_default<T: Default + PartialEq>(value: &T) -> bool {
 
 /// Body of `POST /v1/apps`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateApp {
     /// Its name, which `Pepo-App` takes too.
@@ -118,6 +107,7 @@ pub struct CreateApp {
 
 /// Body of `PATCH /v1/apps/{app}`: each of these is replaced whole where it is present.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct UpdateApp {
     /// A new name.
@@ -139,6 +129,7 @@ pub struct UpdateApp {
 
 /// One App.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct App {
     /// Its id.
     pub id: AppId,
@@ -157,6 +148,7 @@ pub struct App {
 
 /// What an App has now, in the terms of its quota.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AppUse {
     /// Sessions that have not ended.
     pub sessions: u64,
@@ -174,6 +166,7 @@ pub struct AppUse {
 
 /// A setting that differs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Change {
     /// Which (`defaults.image`).
     pub setting: String,
@@ -187,6 +180,7 @@ pub struct Change {
 
 /// Answer to `PUT /v1/apps/{app}/file`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct AppliedFile {
     /// The version that is in force now.
     pub version: u64,
@@ -198,6 +192,7 @@ pub struct AppliedFile {
 
 /// Body of `POST /v1/keys`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateKey {
     /// What it is for; unique among the App's keys that are valid.
@@ -216,6 +211,7 @@ pub struct CreateKey {
 
 /// Body of `POST /v1/keys/{key}/rotate`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RotateKey {
     /// How long the old one stays valid. 86400 where absent; 0: not at all.
@@ -225,6 +221,7 @@ pub struct RotateKey {
 
 /// One key: what can be known of it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Key {
     /// Its id.
     pub id: KeyId,
@@ -257,6 +254,7 @@ pub struct Key {
 
 /// A key that was just made: the only time its text is told.
 #[derive(Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NewKey {
     /// The text to authenticate with. Nobody can read it again.
     pub key: String,

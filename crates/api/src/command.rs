@@ -9,6 +9,7 @@ use crate::session::Reason;
 
 /// Body of `POST /v1/sessions/{session}/commands`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateCommand {
     /// A line for `/bin/bash -c`. Exactly one of this and `argv`.
@@ -64,6 +65,7 @@ fn is_false(value: &bool) -> bool {
 
 /// What becomes of a command when its caller goes away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum OnDisconnect {
     /// It goes on.
@@ -75,6 +77,7 @@ pub enum OnDisconnect {
 
 /// A terminal's size in character cells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct PtySize {
     /// Columns, 1..=1000.
@@ -85,6 +88,7 @@ pub struct PtySize {
 
 /// Whether a command runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum CommandState {
     /// It runs.
@@ -95,6 +99,7 @@ pub enum CommandState {
 
 /// Output as JSON: text where it is UTF-8, else base64.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(untagged)]
 pub enum Text {
     /// UTF-8.
@@ -108,6 +113,7 @@ pub enum Text {
 
 /// How a command ended.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct CommandEnd {
     /// Why.
     pub reason: Reason,
@@ -129,6 +135,7 @@ pub struct CommandEnd {
 
 /// What a command is for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum CommandRole {
     /// Somebody ran it.
@@ -142,6 +149,7 @@ pub enum CommandRole {
 
 /// One command.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Command {
     /// Its id.
     pub id: CommandId,
@@ -179,6 +187,7 @@ pub struct Command {
 
 /// The JSON answer to running or looking at a command: the command and what it wrote.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Output {
     /// The command.
     #[serde(flatten)]
@@ -197,6 +206,7 @@ pub struct Output {
 
 /// One event of the SSE form. The SSE id is `offset` after it, so `Last-Event-ID` resumes.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum StreamEvent {
     /// The command, once, first.
@@ -239,6 +249,7 @@ pub enum StreamEvent {
 
 /// JSON on channel 3 of an attachment.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AttachControl {
     /// From the daemon, first: the command and where its input stands.
@@ -283,6 +294,7 @@ pub enum AttachControl {
 
 /// Body of `POST …/signal`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SendSignal {
     /// A name with or without `SIG`, or a number as text.
@@ -294,6 +306,7 @@ pub struct SendSignal {
 
 /// Answer to `POST …/stdin`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct StdinAnswer {
     /// The next input offset wanted.
     pub next_offset: u64,

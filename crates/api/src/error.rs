@@ -101,6 +101,7 @@ codes! {
 
 /// What every answer that is not a success carries.
 #[derive(Clone, Debug, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ErrorBody {
     /// The error.
     pub error: Error,
@@ -108,6 +109,7 @@ pub struct ErrorBody {
 
 /// One error.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, thiserror::Error)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[error("{message}")]
 pub struct Error {
     /// The kind.
@@ -135,6 +137,7 @@ pub struct Error {
 
 /// A quota of an App that is used up.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Quota {
     /// Its name, as in the App's `quota`.
     pub name: String,
@@ -146,6 +149,7 @@ pub struct Quota {
 
 /// The end of a Session or Sandbox.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Ended {
     /// Why.
     pub reason: Reason,

@@ -9,6 +9,7 @@ use crate::id::{AppId, CommandId, RequestId, SandboxId, SessionId};
 
 /// Something that happened (`GET /v1/events`), or something that was asked for (`GET /v1/audit`).
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Event {
     /// Counts up over both views; the id of the server-sent event.
     pub id: u64,
@@ -48,6 +49,7 @@ pub struct Event {
 
 /// One server-sent event of `GET /v1/events` and `GET /v1/audit`: named `event` or `gap`, with this as its data.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(untagged)]
 pub enum FeedEvent {
     /// The next one.

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 
 /// What an entry is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum FileKind {
     /// A regular file.
@@ -18,6 +19,7 @@ pub enum FileKind {
 
 /// One entry.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct FileEntry {
     /// The last component; bytes that are not UTF-8 are replaced, and then `name_base64` has them.
     pub name: String,
@@ -43,6 +45,7 @@ pub struct FileEntry {
 
 /// Answer to `GET …/files/list`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct FileList {
     /// Sorted by name.
     pub entries: Vec<FileEntry>,
@@ -50,6 +53,7 @@ pub struct FileList {
 
 /// Body of `POST …/files/make`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct MakeFile {
     /// Absolute, or under the home directory.
@@ -72,6 +76,7 @@ pub struct MakeFile {
 
 /// Body of `POST …/files/rename`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RenameFile {
     /// The entry.
@@ -85,6 +90,7 @@ pub struct RenameFile {
 
 /// How a watched entry changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum FileChangeKind {
     /// It appeared.
@@ -101,6 +107,7 @@ pub enum FileChangeKind {
 
 /// One event of `GET …/files/watch`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct FileChange {
     /// How.
     pub kind: FileChangeKind,

@@ -8,6 +8,7 @@ use crate::id::ImageId;
 
 /// One Image.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Image {
     /// Its id: the first 128 bits of its digest.
     pub id: ImageId,
@@ -29,6 +30,7 @@ pub struct Image {
 
 /// Answer to `DELETE /v1/images/{image}` and `POST /v1/images/gc`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct RemovedImages {
     /// What is gone now.
     pub removed: Vec<Image>,
@@ -38,6 +40,7 @@ pub struct RemovedImages {
 
 /// Body of `POST /v1/images`: what to build. Files of the recipe come along, since no request names a path of the host.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct BuildImage {
     /// The name that shall point to it; the recipe's own where absent.
@@ -62,6 +65,7 @@ pub struct BuildImage {
 
 /// One file that goes into an Image.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct RecipeFile {
     /// Its bytes.
@@ -73,6 +77,7 @@ pub struct RecipeFile {
 
 /// One SSE event of a build.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum BuildEvent {
     /// A step began.

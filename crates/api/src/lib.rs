@@ -1,4 +1,5 @@
-//! The public HTTP surface as data: routes, types, typed ids, errors; with feature `client` the typed client.
+//! The public HTTP surface as data: routes, types, typed ids, errors; with feature `client` the typed
+//! client, with feature `openapi` the document of it all.
 //!
 //! Types here are what goes over the wire and nothing else: no defaults, no parsing of sizes, no policy. The daemon
 //! translates them to its own, the edge forwards them, the command line shows them.
@@ -7,11 +8,14 @@
 
 mod app;
 mod command;
+mod document;
 mod error;
 mod event;
 mod file;
 mod id;
 mod image;
+#[cfg(feature = "openapi")]
+pub mod openapi;
 mod operator;
 pub mod query;
 mod routes;
@@ -32,6 +36,7 @@ pub use command::{
     AttachControl, Command, CommandEnd, CommandRole, CommandState, CreateCommand, OnDisconnect, Output, PtySize,
     SendSignal, StdinAnswer, StreamEvent, Text,
 };
+pub use document::{OPENAPI, REFERENCE, REFERENCE_POLICY};
 pub use error::{Ended, Error, ErrorBody, ErrorCode, Quota};
 pub use event::{Event, FeedEvent};
 pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile};

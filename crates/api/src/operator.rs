@@ -9,6 +9,7 @@ use crate::scope::Scope;
 
 /// Answer to `GET /v1/version`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Version {
     /// The release; `+fake` marks a test build.
     pub version: String,
@@ -26,6 +27,7 @@ pub struct Version {
 
 /// Answer to `GET /healthz` and `/readyz`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Health {
     /// `ok`, or what is missing.
     pub status: String,
@@ -33,6 +35,7 @@ pub struct Health {
 
 /// The one JSON line that `pepod serve --ready-fd N` writes to N, and then closes it, once both sockets answer.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Ready {
     /// Path of the operator's socket.
     pub operator_socket: String,
@@ -45,6 +48,7 @@ pub struct Ready {
 
 /// How much a finding matters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Severity {
     /// As it should be.
@@ -59,6 +63,7 @@ pub enum Severity {
 
 /// One probe of `pepo doctor`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Check {
     /// A short fixed name (`cgroup`, `uid_range`).
     pub name: String,
@@ -73,6 +78,7 @@ pub struct Check {
 
 /// Answer to `GET /v1/doctor`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct DoctorReport {
     /// Every probe.
     pub checks: Vec<Check>,
@@ -80,6 +86,7 @@ pub struct DoctorReport {
 
 /// Whether a part that the host lacks is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SetupState {
     /// It is not there.
@@ -94,6 +101,7 @@ pub enum SetupState {
 
 /// What `pepod setup` says of the release it installs.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SetupReport {
     /// What it is.
     pub name: String,
@@ -117,6 +125,7 @@ pub struct SetupReport {
 
 /// Body of `POST /v1/sweep`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct SweepRequest {
     /// List only.
@@ -129,6 +138,7 @@ pub struct SweepRequest {
 
 /// Body of `POST /v1/drain`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct DrainRequest {
     /// How long what runs may take; then it is stopped.
@@ -141,6 +151,7 @@ pub struct DrainRequest {
 
 /// Answer to `POST /v1/drain`, when no Sandbox is left or draining was cancelled.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct DrainReport {
     /// Sandboxes that went after what ran in them had finished.
     pub released: u32,
@@ -154,6 +165,7 @@ pub struct DrainReport {
 
 /// Something on the host that no live Sandbox accounts for.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Leftover {
     /// `cgroup`, `process`, `directory`, `image`, …
     pub kind: String,
@@ -173,6 +185,7 @@ pub struct Leftover {
 
 /// Answer to `POST /v1/sweep`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SweepReport {
     /// What was found.
     pub leftovers: Vec<Leftover>,
@@ -180,6 +193,7 @@ pub struct SweepReport {
 
 /// Answer to `GET /v1/config`: every setting with its value and where that came from.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct ConfigShown {
     /// Setting (`sandbox.memory_mib`) to value and origin.
     pub settings: BTreeMap<String, (serde_json::Value, String)>,
@@ -187,6 +201,7 @@ pub struct ConfigShown {
 
 /// Answer to `GET /v1/edge/state`, on the edge's socket only.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct EdgeState {
     /// Counts changes.
     pub generation: u64,
@@ -197,6 +212,7 @@ pub struct EdgeState {
 
 /// A key as the edge needs it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct EdgeKey {
     /// Its id.
     pub id: KeyId,
@@ -216,6 +232,7 @@ pub struct EdgeKey {
 
 /// `manifest.json` of a backup.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BackupManifest {
     /// Of the archive.
     pub format: u32,
@@ -233,6 +250,7 @@ pub struct BackupManifest {
 
 /// A file of a backup.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct BackupFile {
     /// Its length.
     pub bytes: u64,
@@ -242,6 +260,7 @@ pub struct BackupFile {
 
 /// What `pepod restore` prints.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct RestoreReport {
     /// Of the backup.
     pub manifest: BackupManifest,

@@ -8,6 +8,7 @@ use crate::session::SessionState;
 
 /// Of `session_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListSessions {
     /// Entries in a page, 1..=1000. 100 where absent.
@@ -29,6 +30,7 @@ pub struct ListSessions {
 
 /// Of `usage`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowUsage {
     /// The App, by id or name. Absent: the caller's; for the operator all of them.
@@ -47,6 +49,7 @@ pub struct ShowUsage {
 
 /// Of `session_services`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowServices {
     /// How long to wait until each one is ready, or will not be, 0..=300. 0 where absent.
@@ -56,6 +59,7 @@ pub struct ShowServices {
 
 /// Of `session_show`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowSession {
     /// Answer when the generation is above this one, or when the wait is over.
@@ -68,6 +72,7 @@ pub struct ShowSession {
 
 /// Of `workspace_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListWorkspaces {
     /// Entries in a page, 1..=1000. 100 where absent.
@@ -83,6 +88,7 @@ pub struct ListWorkspaces {
 
 /// Of `workspace_remove`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct RemoveWorkspace {
     /// End the Sessions that use it. Without, it is refused while there are any.
@@ -92,6 +98,7 @@ pub struct RemoveWorkspace {
 
 /// Of `session_console`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowConsole {
     /// Stay and send what comes. False where absent.
@@ -101,6 +108,7 @@ pub struct ShowConsole {
 
 /// Of `command_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListCommands {
     /// Entries in a page, 1..=1000. 100 where absent.
@@ -113,6 +121,7 @@ pub struct ListCommands {
 
 /// Of `command_show`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowCommand {
     /// JSON form: how long to wait for the end, 0..=300. 0 where absent.
@@ -131,6 +140,7 @@ pub struct ShowCommand {
 
 /// Of `command_stdin`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct WriteStdin {
     /// Input offset of the first byte of the body; bytes that are there already are skipped. The end where absent.
@@ -143,6 +153,7 @@ pub struct WriteStdin {
 
 /// Of `command_attach`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct AttachCommand {
     /// First output offset wanted, over both outputs. 0 where absent.
@@ -152,6 +163,7 @@ pub struct AttachCommand {
 
 /// Of `file_read`, `file_stat`, `file_list`, `tar_read` and `tar_write`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct AtPath {
     /// Absolute, or under the user's home directory.
@@ -163,6 +175,7 @@ pub struct AtPath {
 
 /// Of `file_write`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct WriteFile {
     /// Absolute, or under the user's home directory.
@@ -180,6 +193,7 @@ pub struct WriteFile {
 
 /// Of `file_remove` and `file_watch`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct UnderPath {
     /// Absolute, or under the user's home directory.
@@ -194,6 +208,7 @@ pub struct UnderPath {
 
 /// Of `event_list` and `audit_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListEvents {
     /// JSON form: entries in a page, 1..=1000. 100 where absent.
@@ -218,6 +233,7 @@ pub struct ListEvents {
 
 /// Of `app_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListApps {
     /// Only those with all of these labels, each `key=value`.
@@ -227,6 +243,7 @@ pub struct ListApps {
 
 /// Of `app_remove`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct RemoveApp {
     /// End its Sessions first. False where absent: then one that lives is a refusal.
@@ -236,6 +253,7 @@ pub struct RemoveApp {
 
 /// Of `app_file_show`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowFile {
     /// Which version. The one in force where absent.
@@ -245,6 +263,7 @@ pub struct ShowFile {
 
 /// Of `app_file_apply`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ApplyFile {
     /// Only say what would change. False where absent.
@@ -257,6 +276,7 @@ pub struct ApplyFile {
 
 /// Of `key_list`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ListKeys {
     /// Also those that are revoked or over. False where absent.
@@ -266,6 +286,7 @@ pub struct ListKeys {
 
 /// Of `edge_state`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowEdgeState {
     /// Answer when the generation is above this one, or after a second; then without what is known already.

@@ -76,7 +76,7 @@ actions! {
     HostOperate = "host:operate";
     /// Read what the edge needs.
     EdgeSync = "edge:sync";
-    /// Ask whether it lives.
+    /// Ask whether it lives, and how it is spoken to.
     Health = "health";
 }
 
@@ -237,6 +237,8 @@ routes! {
     edge_state: GET "/v1/edge/state", EdgeSync, Edge, None -> Json;
     healthz: GET "/healthz", Health, Anyone, None -> Json;
     readyz: GET "/readyz", Health, Anyone, None -> Json;
+    openapi: GET "/openapi.json", Health, Anyone, None -> Json;
+    reference: GET "/docs", Health, Anyone, None -> Raw;
 }
 
 #[cfg(test)]

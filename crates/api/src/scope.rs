@@ -23,7 +23,7 @@ pub struct ScopeError {
 }
 
 /// Every scope that can be written.
-fn words() -> Vec<String> {
+pub(crate) fn words() -> Vec<String> {
     let mut words = vec!["*".to_owned()];
     for action in Action::ALL.iter().filter(|action| action.is_tenants()) {
         let word = action.word();

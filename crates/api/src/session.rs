@@ -10,67 +10,84 @@ use crate::id::{AppId, CommandId, ImageId, SandboxId, SessionId};
 use crate::secret::SecretText;
 use crate::workspace::{SessionWorkspace, WorkspaceChoice};
 
-/// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct CreateSession {
-    /// An Image's name or id.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub image: Option<String>,
-    /// Virtual processors.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub cpus: Option<u32>,
-    /// Guest memory.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub memory_mib: Option<u32>,
-    /// Scratch disk.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub disk_mib: Option<u32>,
-    /// How long the Sandbox stays after the last activity.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub keep_alive_seconds: Option<u64>,
-    /// How long the Session lives at the most.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub expires_seconds: Option<u64>,
-    /// Public environment of every command.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub env: BTreeMap<String, String>,
-    /// What the Sandbox may reach.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub network: Option<NetworkSpec>,
-    /// For filtering.
-    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub labels: BTreeMap<String, String>,
-    /// Unique in its App, usable wherever an id is.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub name: Option<String>,
-    /// The durable directory. Absent: one of its own; null: none.
-    #[serde(default, deserialize_with = "crate::workspace::given", skip_serializing_if = "Option::is_none")]
-    pub workspace: Option<Option<WorkspaceChoice>>,
-    /// Without a Workspace: whether it goes on without a Sandbox when that is given back, and gets a fresh one, with an
-    /// empty disk, on the next request. False where absent: then it ends. With a Workspace it always goes on.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub reactivate: Option<bool>,
-    /// Paths kept in the Workspace.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub persist: Option<Vec<String>>,
-    /// Write-only environment.
-    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::new")]
-    pub secrets: Option<BTreeMap<String, SecretText>>,
-    /// Runs once per activation before the Session is Active.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub setup: Option<Setup>,
-    /// Run at each activation and kept running.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub services: Option<Vec<ServiceSpec>>,
-    /// Of `PUT /v1/sessions/by-key/{key}` alone: what to do where the last Session of that key has ended. `replace` where
-    /// absent.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub if_terminated: Option<IfTerminated>,
+/// What a Session may be asked to have and what an App may give where nothing is said: one list of settings, the first
+/// fields of both.
+macro_rules! settings {
+    ($(#[$about:meta])* pub struct $name:ident { $($more:tt)* }) => {
+        $(#[$about])*
+        pub struct $name {
+            /// An Image's name or id.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub image: Option<String>,
+            /// Virtual processors.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub cpus: Option<u32>,
+            /// Guest memory.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub memory_mib: Option<u32>,
+            /// Scratch disk.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub disk_mib: Option<u32>,
+            /// How long the Sandbox stays after the last activity.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub keep_alive_seconds: Option<u64>,
+            /// How long the Session lives at the most.
+            #[serde(default, skip_serializing_if = "Option::is_none")]
+            pub expires_seconds: Option<u64>,
+            $($more)*
+        }
+    };
+}
+
+pub(crate) use settings;
+
+settings! {
+    /// Body of `POST /v1/sessions`. Every field may be absent; the daemon's defaults stand in `GET /v1/config`.
+    #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+    #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+    #[serde(deny_unknown_fields)]
+    pub struct CreateSession {
+        /// Public environment of every command.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        pub env: BTreeMap<String, String>,
+        /// What the Sandbox may reach.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub network: Option<NetworkSpec>,
+        /// For filtering.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        pub labels: BTreeMap<String, String>,
+        /// Unique in its App, usable wherever an id is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub name: Option<String>,
+        /// The durable directory. Absent: one of its own; null: none.
+        #[serde(default, deserialize_with = "crate::workspace::given", skip_serializing_if = "Option::is_none")]
+        pub workspace: Option<Option<WorkspaceChoice>>,
+        /// Without a Workspace: whether it goes on without a Sandbox when that is given back, and gets a fresh one, with an
+        /// empty disk, on the next request. False where absent: then it ends. With a Workspace it always goes on.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub reactivate: Option<bool>,
+        /// Paths kept in the Workspace.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub persist: Option<Vec<String>>,
+        /// Write-only environment.
+        #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::new")]
+        pub secrets: Option<BTreeMap<String, SecretText>>,
+        /// Runs once per activation before the Session is Active.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub setup: Option<Setup>,
+        /// Run at each activation and kept running.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub services: Option<Vec<ServiceSpec>>,
+        /// Of `PUT /v1/sessions/by-key/{key}` alone: what to do where the last Session of that key has ended. `replace` where
+        /// absent.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub if_terminated: Option<IfTerminated>,
+    }
 }
 
 /// What opening a key does where its last Session has ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum IfTerminated {
     /// Makes a new one.
@@ -81,6 +98,7 @@ pub enum IfTerminated {
 
 /// What runs once per activation, before the Session is Active. Where it fails, the activation fails.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct Setup {
     /// A line for `/bin/bash -c`.
@@ -99,6 +117,7 @@ impl Setup {
 
 /// A program that is started at every activation, after setup, and kept running.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ServiceSpec {
     /// Unique in its Session: 1 to 63 of `a-z0-9-_.`.
@@ -125,6 +144,7 @@ impl ServiceSpec {
 
 /// What a Service answers once it is ready.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct ReadySpec {
     /// A path: `GET` on the Service's port answers with a status from 200 to 399.
@@ -133,6 +153,7 @@ pub struct ReadySpec {
 
 /// What becomes of a Service that ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "kebab-case")]
 pub enum Restart {
     /// It stays as it is.
@@ -145,6 +166,7 @@ pub enum Restart {
 
 /// Where a Service is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum ServiceState {
     /// The Session has no Sandbox, or it is not Active yet.
@@ -161,6 +183,7 @@ pub enum ServiceState {
 
 /// One Service of a Session.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Service {
     /// What was asked for.
     #[serde(flatten)]
@@ -191,6 +214,7 @@ pub struct Service {
 
 /// What a Sandbox may reach.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct NetworkSpec {
     /// The kind of policy.
@@ -208,6 +232,7 @@ pub struct NetworkSpec {
 
 /// Kinds of network policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum NetworkMode {
     /// Nothing, not even names.
@@ -221,6 +246,7 @@ pub enum NetworkMode {
 
 /// One entry of what is open: exactly one of `domain`, `cidr` and `preset`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct NetworkRule {
     /// A name, or `*.` and a name for all below it.
@@ -245,6 +271,7 @@ pub struct NetworkRule {
 
 /// Protocols that an entry can open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum NetworkProtocol {
     /// TCP.
@@ -257,6 +284,7 @@ pub enum NetworkProtocol {
 
 /// Body of `PATCH /v1/sessions/{session}`: what is present is replaced.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct UpdateSession {
     /// A new name.
@@ -279,6 +307,7 @@ pub struct UpdateSession {
     pub env: Option<BTreeMap<String, String>>,
     /// Write-only environment, from the next activation on: these are set, `null` takes one away, others stay.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::changed")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<BTreeMap<String, Option<String>>>))]
     pub secrets: Option<BTreeMap<String, Option<SecretText>>>,
     /// What runs first, from the next activation on; `null` for nothing.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "present")]
@@ -295,6 +324,7 @@ fn present<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(deserializer: 
 
 /// Where a Session is in its life.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum SessionState {
     /// Recorded; its Sandbox is not begun.
@@ -315,6 +345,7 @@ pub enum SessionState {
 
 /// Why a Command, Sandbox or Session ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum Reason {
     /// A program ended by itself.
@@ -361,6 +392,7 @@ pub enum Reason {
 
 /// One Session.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Session {
     /// Its id.
     pub id: SessionId,
@@ -440,6 +472,7 @@ pub struct Session {
 
 /// What a Session uses now, by the guest's account where it says so.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SessionStats {
     /// Milliseconds since the guest's start.
     pub uptime_ms: u64,
@@ -478,6 +511,7 @@ pub struct SessionStats {
 
 /// What a Sandbox's network carried and refused.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NetworkStats {
     /// Bytes sent to somebody.
     pub sent_bytes: u64,
@@ -495,6 +529,7 @@ pub struct NetworkStats {
 
 /// Packets refused, by reason.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NetworkRefused {
     /// No entry of the policy is for it.
     pub unlisted: u64,
@@ -520,6 +555,7 @@ pub struct NetworkRefused {
 
 /// One page of a list.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Page<T> {
     /// The entries, newest first.
     pub items: Vec<T>,

@@ -6,6 +6,7 @@ use crate::AppId;
 
 /// Amounts of use. All whole numbers, so that parts add up to their total exactly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Amounts {
     /// How long Sandboxes were a Session's, in milliseconds.
     pub wall_ms: u64,
@@ -49,6 +50,7 @@ impl std::ops::AddAssign for Amounts {
 
 /// One part of a report.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct UsageGroup {
     /// What its members have in common: an id, a label's value, a day. Absent: those without that label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -60,6 +62,7 @@ pub struct UsageGroup {
 
 /// What was used between two times.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct UsageReport {
     /// The App it is of; absent: all of them.
     #[serde(default, skip_serializing_if = "Option::is_none")]

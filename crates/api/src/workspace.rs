@@ -8,6 +8,7 @@ use crate::id::{AppId, SessionId, WorkspaceId};
 
 /// Body of `POST /v1/workspaces`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateWorkspace {
     /// Unique in its App, usable wherever an id is.
@@ -32,6 +33,7 @@ pub struct CreateWorkspace {
 
 /// Body of `PATCH /v1/workspaces/{workspace}`: what is present is replaced.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct UpdateWorkspace {
     /// A new name.
@@ -47,6 +49,7 @@ pub struct UpdateWorkspace {
 
 /// One Workspace.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct Workspace {
     /// Its id.
     pub id: WorkspaceId,
@@ -82,6 +85,7 @@ pub struct Workspace {
 
 /// What a Workspace uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct WorkspaceUsage {
     /// Bytes that there is room for in all.
     pub bytes: u64,
@@ -97,6 +101,7 @@ pub struct WorkspaceUsage {
 
 /// The answer to `DELETE /v1/workspaces/{workspace}`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct RemovedWorkspace {
     /// Which.
     pub id: WorkspaceId,
@@ -108,6 +113,7 @@ pub struct RemovedWorkspace {
 
 /// Which Workspace a Session gets: its own, or one by id or name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct WorkspaceChoice {
     /// A private one that is made for it.
@@ -132,6 +138,7 @@ pub struct WorkspaceChoice {
 
 /// What a Session may do with its Workspace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum WorkspaceMode {
     /// Read and write.
@@ -143,6 +150,7 @@ pub enum WorkspaceMode {
 
 /// What an activation does while another Sandbox has the Workspace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(rename_all = "snake_case")]
 pub enum IfBusy {
     /// Waits for it, as long as a start may take.
@@ -154,6 +162,7 @@ pub enum IfBusy {
 
 /// A Session's Workspace.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct SessionWorkspace {
     /// Which.
     pub id: WorkspaceId,

@@ -8,6 +8,7 @@
 #![forbid(unsafe_code)]
 
 mod cmd;
+mod contexts;
 mod escape;
 mod fail;
 #[cfg(test)]
@@ -20,6 +21,7 @@ mod place;
 mod render;
 mod supervise;
 mod terminal;
+mod tls;
 mod tool;
 mod transfer;
 mod unpack;

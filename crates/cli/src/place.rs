@@ -3,14 +3,14 @@
 //! In falling order: `--context`, `PEPO_URL` with `PEPO_API_KEY`, `PEPO_CONTEXT`, `PEPO_HOME`, `current` in
 //! `~/.config/pepo/config.toml`, the system's instance. The environment is read here and nowhere else.
 
-use std::collections::BTreeMap;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
 use pepo_api::client::Client;
-use serde::Deserialize;
 
+use crate::contexts::{self, Contexts};
 use crate::fail::{Failure, Outcome};
+use crate::tls;
 
 /// The longest `PEPO_HOME` in bytes: sockets below it must fit into 107.
 const HOME_BYTES: usize = 40;
@@ -99,22 +99,6 @@ impl Place {
     }
 }
 
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct File {
-    current: Option<String>,
-    #[serde(default)]
-    contexts: BTreeMap<String, Context>,
-}
-
-#[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields)]
-struct Context {
-    url: Option<String>,
-    key: Option<String>,
-    home: Option<PathBuf>,
-}
-
 /// The real one.
 pub fn variable(name: &str) -> Option<String> {
     std::env::var(name).ok().filter(|value| !value.is_empty())
@@ -122,10 +106,7 @@ pub fn variable(name: &str) -> Option<String> {
 
 /// Finds out where Pepo is, for requests of that App.
 pub fn find(context: Option<&str>, app: Option<&str>) -> Outcome<Place> {
-    let file = variable("XDG_CONFIG_HOME")
-        .map(PathBuf::from)
-        .or_else(|| variable("HOME").map(|home| Path::new(&home).join(".config")))
-        .map(|dir| dir.join("pepo").join("config.toml"));
+    let file = contexts::path(variable);
     let place = resolve(context, file.as_deref(), variable)?;
     Ok(match (place, app) {
         (place, None) => place,
@@ -140,7 +121,7 @@ fn resolve(context: Option<&str>, file: Option<&Path>, variable: impl Fn(&str) -
     }
     if let Some(url) = variable("PEPO_URL") {
         let key = variable("PEPO_API_KEY");
-        return Ok(Place::Remote(Client::http(&url, key.as_deref())?));
+        return remote(&url, key.as_deref(), None);
     }
     if let Some(name) = variable("PEPO_CONTEXT") {
         return in_context(&name, file);
@@ -154,16 +135,8 @@ fn resolve(context: Option<&str>, file: Option<&Path>, variable: impl Fn(&str) -
     }
 }
 
-fn load(file: Option<&Path>) -> Outcome<File> {
-    let Some(path) = file else { return Ok(File::default()) };
-    let text = match std::fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(File::default()),
-        Err(error) => return Err(Failure::new(format!("cannot read {}: {error}", path.display()))),
-    };
-    toml::from_str(&text).map_err(|error: toml::de::Error| {
-        Failure::new(format!("{} is not valid: {}", path.display(), error.to_string().trim_end()))
-    })
+fn load(file: Option<&Path>) -> Outcome<Contexts> {
+    file.map_or_else(|| Ok(Contexts::default()), contexts::load)
 }
 
 fn in_context(name: &str, file: Option<&Path>) -> Outcome<Place> {
@@ -173,15 +146,25 @@ fn in_context(name: &str, file: Option<&Path>) -> Outcome<Place> {
         let place = file.map_or_else(|| "~/.config/pepo/config.toml".into(), |path| path.display().to_string());
         let failure = Failure::new(format!("there is no context `{name}` in {place}"));
         return Err(match names.is_empty() {
-            true => failure.hint(format!("[contexts.{name}] with `url` and `key`, or with `home`, makes one")),
+            true => failure.hint(format!("`pepo context add {name} --url URL` makes one")),
             false => failure.hint(format!("there are: {}", names.join(", "))),
         });
     };
-    match (context.url, context.home) {
-        (Some(url), None) => Ok(Place::Remote(Client::http(&url, context.key.as_deref())?)),
-        (None, Some(home)) => Ok(Place::Local(Instance::at(Some(home))?)),
+    of(name, &context)
+}
+
+/// Where a context leads.
+pub fn of(name: &str, context: &contexts::Place) -> Outcome<Place> {
+    match (&context.url, &context.home) {
+        (Some(url), None) => remote(url, context.key.as_deref(), context.ca.as_deref()),
+        (None, Some(home)) => Ok(Place::Local(Instance::at(Some(home.clone()))?)),
         _ => Err(Failure::new(format!("context `{name}` needs `url`, or `home`, and not both"))),
     }
+}
+
+fn remote(url: &str, key: Option<&str>, ca: Option<&Path>) -> Outcome<Place> {
+    let secure = if url.starts_with("https://") { Some(tls::secure(ca)?) } else { None };
+    Ok(Place::Remote(Client::remote(url, key, secure)?))
 }
 
 #[cfg(test)]

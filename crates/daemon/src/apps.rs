@@ -90,11 +90,10 @@ impl Apps {
     ///
     /// # Errors
     /// The name is taken.
-    pub async fn create(&self, wanted: Wanted, actor: Actor) -> Result<Arc<AppRow>, store::Error> {
+    pub async fn create(&self, id: AppId, wanted: Wanted, actor: Actor) -> Result<Arc<AppRow>, store::Error> {
         let Wanted { name, settings, text } = wanted;
         let text = text.unwrap_or_else(|| render(&settings));
-        let row =
-            AppRow { id: AppId::generate(), name, settings, version: 1, created_at: store::time(store::millis(now())) };
+        let row = AppRow { id, name, settings, version: 1, created_at: store::time(store::millis(now())) };
         self.store.write(Write::NewApp(Box::new(ChangedApp { row: row.clone(), text, actor }))).await?;
         let event = Event::new("app.created").app(row.id).actor(actor).detail("name", &row.name);
         self.store.record(event);
@@ -263,8 +262,11 @@ sessions = 100
         let store = Store::open(&directory.path().join("s.db")).expect("store");
         let apps = Apps::open(store.clone()).expect("apps");
         let made = Wanted { name: "shop".into(), settings: parse(FILE).expect("file"), text: Some(FILE.into()) };
-        let app = apps.create(made.clone(), Actor::Uid(0)).await.expect("made");
-        assert!(matches!(apps.create(made.clone(), Actor::Uid(0)).await, Err(store::Error::NameTaken(_))));
+        let app = apps.create(AppId::generate(), made.clone(), Actor::Uid(0)).await.expect("made");
+        assert!(matches!(
+            apps.create(AppId::generate(), made.clone(), Actor::Uid(0)).await,
+            Err(store::Error::NameTaken(_))
+        ));
         let other = Wanted { name: "shop-2".into(), settings: AppSettings::default(), text: None };
         let (one, two) =
             tokio::join!(apps.change(&app, other.clone(), Actor::Uid(0)), apps.change(&app, other, Actor::Uid(0)));

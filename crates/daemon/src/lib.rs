@@ -57,7 +57,7 @@ use config::{Config, PoolConfig};
 use image::Images;
 use image::left::Builds;
 use secrets::Vault;
-use server::{Listener, Streams};
+use server::{Listener, Streams, Turns};
 use session::{Error, Files, FindImage, Sessions};
 use store::{Actor, KeySpec, NewKey, Store, Write};
 use workspace::Workspaces;
@@ -121,6 +121,7 @@ struct Parts {
     store: Store,
     apps: Apps,
     streams: Streams,
+    turns: Turns,
     edge_has: watch::Sender<EdgeHas>,
     backing: Arc<tokio::sync::Mutex<()>>,
     tag: Tag,
@@ -193,6 +194,7 @@ impl Pepod {
             store,
             apps,
             streams: Streams::default(),
+            turns: Turns::default(),
             edge_has: watch::Sender::new(EdgeHas::default()),
             backing: Arc::default(),
             tag,
@@ -413,6 +415,11 @@ impl Pepod {
         let files = tokio::task::spawn_blocking(move || places::left_files(&state, builds, act, &owner));
         left.extend(files.await.unwrap_or_default());
         Ok(left)
+    }
+
+    /// Who is at which request that is done once.
+    pub fn turns(&self) -> &Turns {
+        &self.0.turns
     }
 
     /// Workspaces.

@@ -15,6 +15,7 @@ use std::path::{Path, PathBuf};
 use chacha20poly1305::aead::{Aead, KeyInit, Payload};
 use chacha20poly1305::{Key, XChaCha20Poly1305, XNonce};
 use pepo_api::SessionId;
+use sha2::{Digest as _, Sha256};
 use zeroize::Zeroizing;
 
 /// The key's file, beside the store.
@@ -75,7 +76,10 @@ impl fmt::Debug for Secrets {
 }
 
 /// Seals and opens.
-pub struct Vault(XChaCha20Poly1305);
+pub struct Vault {
+    cipher: XChaCha20Poly1305,
+    digests: Zeroizing<[u8; KEY_BYTES]>,
+}
 
 impl fmt::Debug for Vault {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -100,7 +104,15 @@ impl Vault {
             }
             Err(error) => return Err(error),
         };
-        Ok(Vault(XChaCha20Poly1305::new(&Key::from(*key))))
+        // Another key for another purpose, out of the same bytes.
+        let digests = Zeroizing::new(Sha256::digest([b"pepo digests ".as_slice(), &*key].concat()).into());
+        Ok(Vault { cipher: XChaCha20Poly1305::new(&Key::from(*key)), digests })
+    }
+
+    /// A digest that tells two texts apart and says nothing about one to whoever lacks the key.
+    pub fn fingerprint(&self, text: &[u8]) -> [u8; 32] {
+        // Both parts have a fixed length, so nothing can be appended.
+        Sha256::digest([&*self.digests as &[u8], &Sha256::digest(text)].concat()).into()
     }
 
     /// Seals a value for that Session under that name.
@@ -112,7 +124,7 @@ impl Vault {
         rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty())?;
         let payload = Payload { msg: value.as_bytes(), aad: &about(session, name) };
         // It fails for messages of 256 GiB alone.
-        let sealed = self.0.encrypt(&XNonce::from(nonce), payload).map_err(|_| Error::Sealed(name.into()))?;
+        let sealed = self.cipher.encrypt(&XNonce::from(nonce), payload).map_err(|_| Error::Sealed(name.into()))?;
         Ok([&nonce[..], &sealed].concat())
     }
 
@@ -124,7 +136,7 @@ impl Vault {
         let wrong = || Error::Sealed(name.to_owned());
         let (nonce, rest) = sealed.split_first_chunk::<NONCE_BYTES>().ok_or_else(wrong)?;
         let payload = Payload { msg: rest, aad: &about(session, name) };
-        let plain = self.0.decrypt(&XNonce::from(*nonce), payload).map_err(|_| wrong())?;
+        let plain = self.cipher.decrypt(&XNonce::from(*nonce), payload).map_err(|_| wrong())?;
         match String::from_utf8(plain) {
             Ok(text) => Ok(Zeroizing::new(text)),
             Err(error) => {

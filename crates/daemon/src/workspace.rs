@@ -111,6 +111,8 @@ pub struct Use {
 /// What a new Workspace shall be.
 #[derive(Debug)]
 pub struct NewWorkspace {
+    /// Its id.
+    pub id: WorkspaceId,
     /// Whose.
     pub app: AppId,
     /// Unique in its App.
@@ -187,7 +189,7 @@ impl Workspaces {
     /// [`Error::Invalid`], [`Error::NameTaken`], [`Error::Full`].
     pub async fn create(&self, new: NewWorkspace) -> Result<WorkspaceRow, Error> {
         let config = &self.0.config;
-        let NewWorkspace { app, name, size_mib, max_files, single_writer, directory, labels, own } = new;
+        let NewWorkspace { id, app, name, size_mib, max_files, single_writer, directory, labels, own } = new;
         if let Some(directory) = &directory
             && !config.directories.contains_key(directory)
         {
@@ -204,7 +206,7 @@ impl Workspaces {
         within("size_mib", size_mib, &pepo_sandbox::volume::VOLUME_MIB)?;
         within("max_files", max_files, &pepo_sandbox::volume::VOLUME_FILES)?;
         let row = WorkspaceRow {
-            id: WorkspaceId::generate(),
+            id,
             app,
             name,
             size_mib,
@@ -257,6 +259,7 @@ impl Workspaces {
             let keep = choice.keep.unwrap_or(false);
             let row = self
                 .create(NewWorkspace {
+                    id: WorkspaceId::generate(),
                     app,
                     name: None,
                     size_mib: None,

@@ -9,7 +9,9 @@ use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use hyper::body::{Body as _, Incoming};
 use hyper_util::rt::TokioIo;
-use pepo_api::{Body, Error, ErrorBody, ErrorCode, Health, RequestId, Route};
+use pepo_api::{
+    Body, Error, ErrorBody, ErrorCode, Health, OPENAPI, REFERENCE, REFERENCE_POLICY, RequestId, Route, route,
+};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::body::{self, Any, Passing};
@@ -118,6 +120,7 @@ impl Edge {
             Found::Row(row) => row,
             Found::Healthz => return Ok(health(true, id)),
             Found::Readyz => return Ok(health(self.keys.fresh(), id)),
+            Found::Description(row) => return Ok(description(row, id)),
             Found::Nothing => return Err(Error::new(ErrorCode::NotFound, "there is nothing at this path").into()),
             Found::WrongMethod(methods) => {
                 let list = methods.iter().map(|method| method.as_str()).collect::<Vec<_>>().join(", ");
@@ -277,6 +280,20 @@ fn health(well: bool, id: RequestId) -> Response<Any> {
     let status = if well { "ok" } else { "the daemon cannot be asked about keys" };
     let code = if well { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     json(code, HeaderMap::new(), &Health { status: status.into() }, id)
+}
+
+/// The API's own description: the same for everybody, so nobody is asked for a key.
+fn description(row: &Route, id: RequestId) -> Response<Any> {
+    let (kind, text) = match row.path == route::openapi.path {
+        true => ("application/json", OPENAPI),
+        false => ("text/html; charset=utf-8", REFERENCE),
+    };
+    let mut answer = Response::new(body::bytes(text));
+    let mut headers = head::to_caller(&HeaderMap::new(), id, None);
+    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
+    headers.insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(REFERENCE_POLICY));
+    *answer.headers_mut() = headers;
+    answer
 }
 
 fn refused(refusal: Refusal, id: RequestId) -> Response<Any> {

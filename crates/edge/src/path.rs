@@ -1,7 +1,7 @@
 //! From a path to a row of the table. Only rows of tenants exist here; an operator's path is unknown like any other.
 
 use http::Method;
-use pepo_api::{Audience, ROUTES, Route};
+use pepo_api::{Audience, ROUTES, Route, route};
 
 /// What a path leads to.
 #[derive(Debug)]
@@ -12,6 +12,8 @@ pub enum Found {
     Healthz,
     /// `/readyz`: whether requests would be served.
     Readyz,
+    /// The API's description, and the page of it.
+    Description(&'static Route),
     /// The path is there, with these methods.
     WrongMethod(Vec<&'static Method>),
     /// Nothing.
@@ -35,7 +37,8 @@ pub fn find(method: &Method, path: &str) -> Found {
     }
     match best {
         Some((_, row)) if row.audience == Audience::Tenant => Found::Row(row),
-        Some((_, row)) if row.path == "/healthz" => Found::Healthz,
+        Some((_, row)) if row.path == route::healthz.path => Found::Healthz,
+        Some((_, row)) if [route::openapi.path, route::reference.path].contains(&row.path) => Found::Description(row),
         Some(_) => Found::Readyz,
         None if methods.is_empty() => Found::Nothing,
         None => Found::WrongMethod(methods),

@@ -463,7 +463,7 @@ impl Client {
             .with_query(&AttachCommand { offset: Some(offset) })?;
         let (authority, key) = match &*self.target {
             Target::Unix(_) => ("pepo", None),
-            Target::Tcp { authority, key } => (authority.as_str(), key.as_ref()),
+            Target::Tcp { authority, key, .. } => (authority.as_str(), key.as_ref()),
         };
         let mut request = format!("ws://{authority}{}", call.path)
             .into_client_request()

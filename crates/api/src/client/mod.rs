@@ -139,13 +139,33 @@ impl ClientError {
     }
 }
 
+/// A connection that is private and known to be to whom it should be.
+pub type Secured = std::pin::Pin<Box<dyn Future<Output = std::io::Result<Box<dyn Duplex>>> + Send>>;
+
+/// Makes a connection to that host private: TLS, which is the program's to bring, so that not all that speak this link it.
+#[derive(Clone)]
+pub struct Secure(Arc<dyn Fn(TcpStream, String) -> Secured + Send + Sync>);
+
+impl Secure {
+    /// What does it: it gets the connection, and the name of the host, without the port.
+    pub fn new(how: impl Fn(TcpStream, String) -> Secured + Send + Sync + 'static) -> Self {
+        Secure(Arc::new(how))
+    }
+}
+
+impl std::fmt::Debug for Secure {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Secure")
+    }
+}
+
 /// Where Pepo is.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 enum Target {
     /// A local socket; who calls is known by it.
     Unix(PathBuf),
-    /// `host:port`, and the key.
-    Tcp { authority: String, key: Option<HeaderValue> },
+    /// `host:port`, the key, and what makes it private.
+    Tcp { authority: String, key: Option<HeaderValue>, secure: Option<Secure> },
 }
 
 /// Speaks to one Pepo. Cheap to clone.
@@ -154,6 +174,7 @@ pub struct Client {
     target: Arc<Target>,
     app: Option<HeaderValue>,
     activation: Option<u64>,
+    once: Option<HeaderValue>,
 }
 
 /// A request body.
@@ -201,25 +222,38 @@ impl Call<'_> {
 impl Client {
     /// Speaks to the daemon behind this socket, as its operator.
     pub fn unix(socket: impl Into<PathBuf>) -> Self {
-        Client { target: Arc::new(Target::Unix(socket.into())), app: None, activation: None }
+        Client { target: Arc::new(Target::Unix(socket.into())), app: None, activation: None, once: None }
     }
 
     /// Speaks to an edge, `http://host[:port]`, with an API key.
+    ///
+    /// # Errors
+    /// What is no such address, or a key with characters that no header takes.
     pub fn http(url: &str, key: Option<&str>) -> Result<Self, ClientError> {
+        Self::remote(url, key, None)
+    }
+
+    /// Speaks to an edge, `http://host[:port]` or, by this means, `https://host[:port]`, with an API key.
+    ///
+    /// # Errors
+    /// As [`Client::http`].
+    pub fn remote(url: &str, key: Option<&str>, secure: Option<Secure>) -> Result<Self, ClientError> {
         let bad = |why| ClientError::BadUrl { url: url.chars().take(200).collect(), why };
-        if url.starts_with("https://") {
-            return Err(bad("https does not exist in this release; use http over a tunnel (`ssh -L`)"));
-        }
-        let rest = url.strip_prefix("http://").ok_or_else(|| bad("it must begin with http://"))?;
+        let (rest, port, secure) = match (url.strip_prefix("https://"), url.strip_prefix("http://"), secure) {
+            (Some(rest), _, Some(secure)) => (rest, 443, Some(secure)),
+            (Some(_), _, None) => return Err(bad("this program speaks no https")),
+            (None, Some(rest), _) => (rest, 80, None),
+            (None, None, _) => return Err(bad("it must begin with https:// or http://")),
+        };
         let authority = rest.strip_suffix('/').unwrap_or(rest);
         let parsed: http::uri::Authority = authority.parse().map_err(|_| bad("no host and port in it"))?;
         if parsed.host().is_empty() || authority.contains('@') {
-            return Err(bad("it must be http://host:port and nothing more"));
+            return Err(bad("it must be https://host:port or http://host:port and nothing more"));
         }
         let authority = match parsed.port_u16() {
             Some(_) => authority.to_owned(),
             None if authority.ends_with(':') => return Err(bad("the port is missing")),
-            None => format!("{authority}:80"),
+            None => format!("{authority}:{port}"),
         };
         let key = match key {
             None => None,
@@ -230,7 +264,7 @@ impl Client {
                 Some(value)
             }
         };
-        Ok(Client { target: Arc::new(Target::Tcp { authority, key }), app: None, activation: None })
+        Ok(Client { target: Arc::new(Target::Tcp { authority, key, secure }), app: None, activation: None, once: None })
     }
 
     /// The same for that App, by name or id: the operator's to say, since a key has its own.
@@ -246,6 +280,14 @@ impl Client {
         Client { activation: Some(activation), ..self.clone() }
     }
 
+    /// The same, but what its next request makes is made once: under this key of the caller's the same request makes nothing
+    /// new, and is answered with what it made. Another request takes another key.
+    pub fn once(&self, key: &str) -> Self {
+        // What no header can carry is no key: the daemon says so.
+        let key = HeaderValue::from_str(key).unwrap_or_else(|_| HeaderValue::from_static(""));
+        Client { once: Some(key), ..self.clone() }
+    }
+
     /// The operator's socket, where that is what it speaks to.
     pub fn socket(&self) -> Option<&Path> {
         match &*self.target {
@@ -257,7 +299,8 @@ impl Client {
     fn at(&self) -> String {
         match &*self.target {
             Target::Unix(path) => path.display().to_string(),
-            Target::Tcp { authority, .. } => format!("http://{authority}"),
+            Target::Tcp { authority, secure: None, .. } => format!("http://{authority}"),
+            Target::Tcp { authority, .. } => format!("https://{authority}"),
         }
     }
 
@@ -265,11 +308,18 @@ impl Client {
         let connecting = async {
             match &*self.target {
                 Target::Unix(path) => UnixStream::connect(path).await.map(|s| Box::new(s) as Box<dyn Wire>),
-                Target::Tcp { authority, .. } => {
+                Target::Tcp { authority, secure, .. } => {
                     let stream = TcpStream::connect(authority.as_str()).await?;
                     // Small frames of a terminal must not wait for each other.
                     stream.set_nodelay(true)?;
-                    Ok(Box::new(stream) as Box<dyn Wire>)
+                    match secure {
+                        None => Ok(Box::new(stream) as Box<dyn Wire>),
+                        Some(Secure(how)) => {
+                            let host = authority.rsplit_once(':').map_or(authority.as_str(), |(host, _)| host);
+                            let host = host.trim_start_matches('[').trim_end_matches(']').to_owned();
+                            Ok(Box::new(how(stream, host).await?) as Box<dyn Wire>)
+                        }
+                    }
                 }
             }
         };
@@ -299,7 +349,7 @@ impl Client {
     fn head(&self, call: &mut Call<'_>) {
         let host = match &*self.target {
             Target::Unix(_) => HeaderValue::from_static("pepo"),
-            Target::Tcp { authority, key } => {
+            Target::Tcp { authority, key, .. } => {
                 if let Some(key) = key {
                     call.headers.insert(AUTHORIZATION, key.clone());
                 }
@@ -309,6 +359,9 @@ impl Client {
         call.headers.insert(HOST, host);
         if let Some(app) = &self.app {
             call.headers.insert("pepo-app", app.clone());
+        }
+        if let Some(once) = &self.once {
+            call.headers.insert("idempotency-key", once.clone());
         }
         if let Some(activation) = self.activation {
             call.headers.insert("if-activation", HeaderValue::from(activation));
@@ -615,7 +668,9 @@ mod forms {
         let ok = Client::http("http://127.0.0.1:7070/", Some("pepo_x")).unwrap();
         assert_eq!(ok.at(), "http://127.0.0.1:7070");
         assert_eq!(Client::http("http://host", None).unwrap().at(), "http://host:80");
-        for bad in ["https://host", "host:80", "http://", "http://host:80/path", "http://u@host", "http://h:"] {
+        for bad in
+            ["https://host", "ftp://host", "host:80", "http://", "http://host:80/path", "http://u@host", "http://h:"]
+        {
             assert!(matches!(Client::http(bad, None), Err(ClientError::BadUrl { .. })), "{bad}");
         }
     }

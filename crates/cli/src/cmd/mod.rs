@@ -5,6 +5,7 @@ mod attach;
 mod backup;
 mod completion;
 mod config;
+mod contexts;
 mod cp;
 mod doctor;
 mod down;
@@ -108,6 +109,9 @@ enum Verb {
     Config(config::Config),
     /// Show which Pepo this is
     Version(version::Version),
+    /// Give Pepos elsewhere names
+    #[command(subcommand, visible_alias = "contexts")]
+    Context(contexts::Context),
     /// Print a completion script for a shell
     Completion(completion::Completion),
     /// Start a program in a terminal session of its own
@@ -157,6 +161,7 @@ impl Cli {
             Verb::Backup(verb) => verb.run(place()?).await,
             Verb::Config(verb) => verb.run(place()?).await,
             Verb::Version(verb) => verb.run(place()?).await,
+            Verb::Context(verb) => verb.run(),
             Verb::Completion(verb) => verb.run(),
             Verb::Detached { command } => Err(crate::launch::detached(&command)),
         }

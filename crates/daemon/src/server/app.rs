@@ -9,10 +9,11 @@ use http::{HeaderValue, StatusCode, header};
 use http_body_util::{BodyExt, Limited};
 use pepo_api::query::{ApplyFile, ListApps, RemoveApp, ShowFile};
 use pepo_api::{
-    App, AppDefaults, AppLimits, AppSettings, AppliedFile, CreateApp, ErrorCode, Page, Reason, UpdateApp, route,
+    App, AppDefaults, AppId, AppLimits, AppSettings, AppliedFile, CreateApp, ErrorCode, Page, Reason, UpdateApp, route,
 };
 use pepo_sandbox::plan;
 
+use super::once::{self, Asked};
 use super::settings::{check_labels, check_name};
 use super::{Call, Caller, Json, Problem, Query, Routes};
 use crate::Pepod;
@@ -54,13 +55,28 @@ async fn shown(pepod: &Pepod, app: &AppRow) -> Result<App, Problem> {
     })
 }
 
-async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateApp>) -> Result<Response, Problem> {
+async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateApp>) -> Result<Response, Problem> {
+    let Asked { body, once } = asked;
     let CreateApp { name, labels, defaults, limits, quota } = body;
     let settings = AppSettings { labels, defaults, limits, quota };
     check_app_name(&name)?;
     check(&settings)?;
-    let app = pepod.apps().create(Wanted { name, settings, text: None }, call.actor()).await.map_err(named)?;
-    let mut response = (StatusCode::CREATED, axum::Json(shown(&pepod, &app).await?)).into_response();
+    let find = |pepod: Pepod, id: AppId| async move {
+        match pepod.apps().get(id) {
+            Some(app) => made(&pepod, &app).await.map(Some),
+            None => Ok(None),
+        }
+    };
+    let make = move |pepod: Pepod, id| async move {
+        let wanted = Wanted { name, settings, text: None };
+        let app = pepod.apps().create(id, wanted, call.actor()).await.map_err(named)?;
+        made(&pepod, &app).await
+    };
+    once::run(&pepod, call, &route::app_create, once, AppId::generate(), find, make).await
+}
+
+async fn made(pepod: &Pepod, app: &AppRow) -> Result<Response, Problem> {
+    let mut response = (StatusCode::CREATED, axum::Json(shown(pepod, app).await?)).into_response();
     if let Ok(place) = HeaderValue::try_from(format!("/v1/apps/{}", app.id)) {
         response.headers_mut().insert(header::LOCATION, place);
     }

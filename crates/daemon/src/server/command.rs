@@ -16,6 +16,7 @@ use pepo_sandbox::proto::{self, Exec, PtySize, Variable};
 use tokio::time::Instant;
 
 use super::events::{self, Until};
+use super::once::{self, Asked};
 use super::session::with_activation;
 use super::settings::check_env;
 use super::{Call, Json, Problem, Query, Routes};
@@ -59,14 +60,20 @@ async fn create(
     call: Call,
     Path(which): Path<String>,
     headers: HeaderMap,
-    Json(body): Json<CreateCommand>,
+    Asked { body, once }: Asked<CreateCommand>,
 ) -> Result<Response, Problem> {
     let wait = wait(body.wait_seconds, 30)?;
     let limit = limit(body.max_output_bytes)?;
     let mut new = checked(body)?;
     new.counted = pepod.apps().get(call.app).is_some_and(|app| app.settings.quota.commands.is_some());
-    let command = new.id;
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
+    // A command's id makes it run once already: the key stands for one, where the caller named none.
+    if let Some(named) = once.filter(|_| !new.named_by_caller) {
+        let of = format!("{} {}", route::command_create.name, session.id());
+        new.id = once::id(&pepod, call, of, &named, new.id).await?;
+        new.named_by_caller = true;
+    }
+    let command = new.id;
     // One that ran already is joined where it is: it needs no Sandbox, least of all a fresh one.
     let again = match new.named_by_caller {
         true => session.commands().again(&session, new.id).await?,

@@ -21,19 +21,28 @@ impl<S: Send + Sync, T: DeserializeOwned> FromRequest<S> for Json<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
-        let large = || Problem::new(ErrorCode::PayloadTooLarge, format!("a JSON body may have {MAX_JSON} bytes"));
-        let body = Limited::new(request.into_body(), MAX_JSON).collect().await.map_err(|error| {
-            match error.downcast_ref::<http_body_util::LengthLimitError>() {
-                Some(_) => large(),
-                None => Problem::new(ErrorCode::BadRequest, "the body broke off"),
-            }
-        })?;
-        parse(&body.to_bytes()).map(Json)
+        parse(&body(request).await?).map(Json)
     }
 }
 
-fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
+/// All of a JSON body.
+pub(super) async fn body(request: Request) -> Result<bytes::Bytes, Problem> {
+    let large = || Problem::new(ErrorCode::PayloadTooLarge, format!("a JSON body may have {MAX_JSON} bytes"));
+    let body = Limited::new(request.into_body(), MAX_JSON).collect().await.map_err(|error| {
+        match error.downcast_ref::<http_body_util::LengthLimitError>() {
+            Some(_) => large(),
+            None => Problem::new(ErrorCode::BadRequest, "the body broke off"),
+        }
+    })?;
+    Ok(body.to_bytes())
+}
+
+pub(super) fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Problem> {
     let bytes = if bytes.is_empty() { b"{}" } else { bytes };
+    // serde would take a list for an object, by the order of its fields.
+    if bytes.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'[') {
+        return Err(Problem::new(ErrorCode::Invalid, "the body is a list and must be an object"));
+    }
     let mut json = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut json);
     let value = parsed.map_err(|error| {
@@ -209,6 +218,7 @@ mod tests {
         assert_eq!(refused(r#"{"network": {"mode": "wide"}}"#).param.as_deref(), Some("network.mode"));
         assert_eq!(refused(r#"{"network": {"mode": "none", "x": 1}}"#).param.as_deref(), Some("network.x"));
         assert_eq!(refused(r#"{"network": {}}"#).param.as_deref(), Some("network.mode"));
+        assert_eq!(refused(" [null, null]").code, ErrorCode::Invalid);
         assert_eq!(refused("{").code, ErrorCode::BadRequest);
         assert_eq!(refused("{} x").code, ErrorCode::BadRequest);
         assert!(parse::<CreateSession>(b"").is_ok());

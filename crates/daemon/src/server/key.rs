@@ -7,8 +7,9 @@ use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
 use pepo_api::query::ListKeys;
-use pepo_api::{CreateKey, ErrorCode, Key, NewKey as Shown, Page, RotateKey, Scope, route};
+use pepo_api::{CreateKey, ErrorCode, Key, KeyId, NewKey as Shown, Page, RotateKey, Scope, route};
 
+use super::once::{self, Asked};
 use super::settings::check_name;
 use super::{Call, Caller, Json, Problem, Query, Routes};
 use crate::Pepod;
@@ -64,7 +65,8 @@ async fn find(pepod: &Pepod, call: Call, which: &str) -> Result<KeyRow, Problem>
     })
 }
 
-async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateKey>) -> Result<Response, Problem> {
+async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateKey>) -> Result<Response, Problem> {
+    let Asked { body, once } = asked;
     let CreateKey { name, scopes, expires_seconds, sources } = body;
     if let Some(name) = &name {
         check_name(name)?;
@@ -90,8 +92,25 @@ async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateK
         }
     };
     let spec = KeySpec { app: call.app, name, scopes, sources, expires_at, created_by: call.actor() };
-    let (key, text) = generate(spec)?;
-    made(&pepod, call, key, text, "key.created").await
+    let find = move |pepod: Pepod, id: KeyId| async move {
+        let there = pepod.store().keys(call.app).await?.into_iter().any(|key| key.id == id);
+        match there {
+            // Its text was told once, and nobody has it to tell it again.
+            true => Err(Problem::from(
+                pepo_api::Error::new(
+                    ErrorCode::Conflict,
+                    format!("this request made {id} before, and its text is told once"),
+                )
+                .hint("rotate that key, or revoke it and make another under another Idempotency-Key"),
+            )),
+            false => Ok(None),
+        }
+    };
+    let make = move |pepod: Pepod, id| async move {
+        let (key, text) = generate(spec)?;
+        made(&pepod, call, key.under(id), text, "key.created").await
+    };
+    once::run(&pepod, call, &route::key_create, once, KeyId::generate(), find, make).await
 }
 
 /// An App's administrator makes keys for the App; another administrator only the operator makes.

@@ -18,6 +18,7 @@ mod feed;
 mod files;
 mod image;
 mod key;
+mod once;
 mod operator;
 mod session;
 mod settings;
@@ -51,6 +52,7 @@ use crate::store::{self, Actor};
 
 pub use extract::{Json, Query};
 pub use feed::Streams;
+pub use once::Turns;
 pub use operator::shown;
 
 /// Connections of one socket at once. Each has a descriptor here and often one more at the guest.
@@ -218,6 +220,7 @@ impl From<Error> for Problem {
             Error::Store(store::Error::Quota(quota)) => ApiError::new(ErrorCode::TooManyRequests, text)
                 .hint("end what is not needed any more, or ask the operator for a larger quota")
                 .quota(quota),
+            Error::Store(store::Error::Known(_)) => ApiError::new(ErrorCode::Conflict, text),
             Error::Store(store::Error::NoApp) => ApiError::new(ErrorCode::NotFound, text),
             Error::Store(store::Error::InUse(_) | store::Error::HasWorkspaces(_) | store::Error::Stale) => {
                 ApiError::new(ErrorCode::Conflict, text)
@@ -445,7 +448,10 @@ fn identify(
             (Caller::App(app), app)
         }
         (Listener::Edge { .. }, None) => {
-            let of_edge = ["/v1/edge/state", "/healthz", "/readyz"].contains(&request.uri().path());
+            let path = request.uri().path();
+            let of_nobody =
+                |row: &&Route| matches!(row.audience, Audience::Edge | Audience::Anyone) && row.path == path;
+            let of_edge = pepo_api::ROUTES.iter().any(|row| of_nobody(&row));
             if !of_edge {
                 return Err(Problem::new(ErrorCode::BadRequest, "Pepo-App is missing").param_of("Pepo-App"));
             }

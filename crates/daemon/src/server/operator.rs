@@ -5,11 +5,11 @@ use std::time::Duration;
 use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
-use http::StatusCode;
+use http::{StatusCode, header};
 use pepo_api::query::ShowEdgeState;
 use pepo_api::{
-    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, ErrorCode, Health, SweepReport,
-    SweepRequest, route,
+    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, ErrorCode, Health, OPENAPI, REFERENCE,
+    REFERENCE_POLICY, SweepReport, SweepRequest, route,
 };
 
 use super::{Call, Json, Problem, Query, Routes};
@@ -28,6 +28,8 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::backup, backup);
     routes.route(&route::healthz, healthz);
     routes.route(&route::readyz, readyz);
+    routes.route(&route::openapi, openapi);
+    routes.route(&route::reference, reference);
 }
 
 async fn version(State(pepod): State<Pepod>, call: Call) -> Response {
@@ -178,6 +180,19 @@ impl std::io::Write for Pieces {
     fn flush(&mut self) -> std::io::Result<()> {
         Ok(())
     }
+}
+
+async fn openapi() -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], OPENAPI).into_response()
+}
+
+async fn reference() -> Response {
+    let headers = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (header::CONTENT_SECURITY_POLICY, REFERENCE_POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    ];
+    (headers, REFERENCE).into_response()
 }
 
 async fn healthz() -> Response {

@@ -9,16 +9,17 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
 use pepo_api::{
-    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionStats, SessionWorkspace,
-    UpdateSession, route,
+    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionId, SessionStats,
+    SessionWorkspace, UpdateSession, route,
 };
 
 use pepo_sandbox::net::Traffic;
 
+use super::once::{self, Asked};
 use super::settings;
 use super::{Call, Json, Problem, Query, Routes};
 use crate::session::state::Cause;
-use crate::session::{Error, Found, Opened, Published, Services, Session as Handle};
+use crate::session::{Error, Found, NewSession, Opened, Published, Services, Session as Handle};
 use crate::store::{Filter, SessionRow};
 use crate::workspace::{PATH, Use};
 use crate::{Pepod, network};
@@ -50,8 +51,12 @@ pub(super) fn register(routes: &mut Routes) {
 
 fn opened(session: &Handle, status: StatusCode) -> Response {
     let now = session.now();
-    let mut response = with_activation(now.activation, (status, axum::Json(shown(session, &now))));
-    if let Ok(place) = HeaderValue::try_from(format!("/v1/sessions/{}", session.id())) {
+    made(session.id(), now.activation, status, shown(session, &now))
+}
+
+fn made(id: SessionId, activation: u64, status: StatusCode, shown: Session) -> Response {
+    let mut response = with_activation(activation, (status, axum::Json(shown)));
+    if let Ok(place) = HeaderValue::try_from(format!("/v1/sessions/{id}")) {
         response.headers_mut().insert(header::LOCATION, place);
     }
     response
@@ -94,13 +99,26 @@ async fn same_secrets(pepod: &Pepod, session: &Handle, asked: &CreateSession) ->
     }
 }
 
-async fn create(State(pepod): State<Pepod>, call: Call, Json(body): Json<CreateSession>) -> Result<Response, Problem> {
+async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateSession>) -> Result<Response, Problem> {
+    let Asked { body, once } = asked;
     if body.if_terminated.is_some() {
         return Err(Problem::invalid("if_terminated", "if_terminated is for PUT /v1/sessions/by-key/{key}"));
     }
     let new = settings::checked(&pepod, call, body)?;
-    let session = pepod.sessions().create(new).await?;
-    Ok(opened(&session, StatusCode::CREATED))
+    let find = move |pepod: Pepod, id: SessionId| async move {
+        // It may have ended since: its record says so.
+        Ok(match pepod.sessions().find(call.app, &id.to_string()).await {
+            Ok(Found::Live(session)) => Some(opened(&session, StatusCode::CREATED)),
+            Ok(Found::Ended(row)) => Some(made(row.id, row.activation, StatusCode::CREATED, shown_row(*row))),
+            Err(Error::NotFound { .. }) => None,
+            Err(error) => return Err(error.into()),
+        })
+    };
+    let make = move |pepod: Pepod, id| async move {
+        let session = pepod.sessions().create(NewSession { id, ..new }).await?;
+        Ok(opened(&session, StatusCode::CREATED))
+    };
+    once::run(&pepod, call, &route::session_create, once, SessionId::generate(), find, make).await
 }
 
 async fn list(State(pepod): State<Pepod>, call: Call, Query(query): Query<ListSessions>) -> Result<Response, Problem> {

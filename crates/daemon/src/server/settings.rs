@@ -4,7 +4,8 @@
 use std::collections::BTreeMap;
 
 use pepo_api::{
-    CreateSession, ErrorCode, ImageId, NetworkSpec, SecretText, ServiceSpec, Setup, UpdateSession, WorkspaceChoice,
+    CreateSession, ErrorCode, ImageId, NetworkSpec, SecretText, ServiceSpec, SessionId, Setup, UpdateSession,
+    WorkspaceChoice,
 };
 use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan;
@@ -100,7 +101,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         persist,
     };
     let expires_at = expires_seconds.and_then(expiry);
-    Ok(NewSession { app: call.app, spec, expires_at, workspace, secrets })
+    Ok(NewSession { id: SessionId::generate(), app: call.app, spec, expires_at, workspace, secrets })
 }
 
 /// Which Workspace: its own where nothing is said, and none where that is said.

@@ -9,6 +9,7 @@ use pepo_api::{
     WorkspaceUsage, route,
 };
 
+use super::once::{self, Asked};
 use super::settings::{check_labels, check_name};
 use super::{Call, Json, Problem, Query, Routes};
 use crate::Pepod;
@@ -58,21 +59,37 @@ fn named(name: &str) -> Result<(), Problem> {
 async fn create(
     State(pepod): State<Pepod>,
     call: Call,
-    Json(body): Json<CreateWorkspace>,
+    Asked { body, once }: Asked<CreateWorkspace>,
 ) -> Result<Response, Problem> {
     let CreateWorkspace { name, size_mib, max_files, single_writer, directory, labels } = body;
     if let Some(name) = &name {
         named(name)?;
     }
     check_labels(&labels)?;
-    let new = NewWorkspace { app: call.app, name, size_mib, max_files, single_writer, directory, labels, own: None };
-    let row = pepod.workspaces().create(new).await?;
+    let id = WorkspaceId::generate();
+    let new =
+        NewWorkspace { id, app: call.app, name, size_mib, max_files, single_writer, directory, labels, own: None };
+    let find = move |pepod: Pepod, id: WorkspaceId| async move {
+        match pepod.workspaces().find(call.app, &id.to_string()).await {
+            Ok(row) => Ok(Some(made(&pepod, row))),
+            Err(Error::NotFound(_)) => Ok(None),
+            Err(error) => Err(error.into()),
+        }
+    };
+    let make = move |pepod: Pepod, id| async move {
+        let row = pepod.workspaces().create(NewWorkspace { id, ..new }).await?;
+        Ok(made(&pepod, row))
+    };
+    once::run(&pepod, call, &route::workspace_create, once, id, find, make).await
+}
+
+fn made(pepod: &Pepod, row: WorkspaceRow) -> Response {
     let place = HeaderValue::try_from(format!("/v1/workspaces/{}", row.id)).ok();
-    let mut response = (StatusCode::CREATED, axum::Json(shown(&pepod, row, None))).into_response();
+    let mut response = (StatusCode::CREATED, axum::Json(shown(pepod, row, None))).into_response();
     if let Some(place) = place {
         response.headers_mut().insert(header::LOCATION, place);
     }
-    Ok(response)
+    response
 }
 
 /// Sessions that have not ended and use it.

@@ -26,6 +26,8 @@ use crate::workspace::{Use, Workspaces};
 /// What a new Session needs to be made.
 #[derive(Debug)]
 pub struct NewSession {
+    /// Its id.
+    pub id: SessionId,
     /// Whose it will be.
     pub app: AppId,
     /// What it shall be; the Image's id is filled in.
@@ -108,6 +110,11 @@ impl Sessions {
 
     pub(super) fn live(&self) -> MutexGuard<'_, HashMap<SessionId, Session>> {
         self.0.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A digest of a body that may hold secrets, as text.
+    pub fn fingerprint(&self, bytes: &[u8]) -> String {
+        store::hex(&self.0.vault.fingerprint(bytes))
     }
 
     /// The store.
@@ -197,12 +204,11 @@ impl Sessions {
     }
 
     async fn make(&self, new: NewSession) -> Result<Session, Error> {
-        let NewSession { app, mut spec, expires_at, workspace, secrets } = new;
+        let NewSession { id, app, mut spec, expires_at, workspace, secrets } = new;
         // Whoever has too much already does not wait for more; what is written decides all the same.
         self.0.store.check_quota(app, spec.memory_mib, spec.cpus).await?;
         let mut room = self.room(app, spec.image.clone(), &spec).await?;
         spec.image_id = room.files.id;
-        let id = SessionId::generate();
         spec.workspace = match &workspace {
             Some(choice) => Some(self.0.workspaces.choose(app, id, choice).await?),
             None => None,

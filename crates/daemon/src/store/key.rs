@@ -118,6 +118,12 @@ impl NewKey {
         Ok((NewKey { row, replaces: None }, text))
     }
 
+    /// The same under that id.
+    pub fn under(mut self, id: KeyId) -> Self {
+        self.row.id = id;
+        self
+    }
+
     /// It takes the place of that key, which ends then at the latest.
     pub fn replacing(mut self, old: KeyId, until: jiff::Timestamp) -> Self {
         self.replaces = Some((old, until));

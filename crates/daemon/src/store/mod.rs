@@ -14,6 +14,7 @@ mod app;
 mod command;
 mod event;
 mod key;
+mod once;
 mod quota;
 mod secret;
 mod session;
@@ -32,6 +33,7 @@ pub use command::{CommandRow, CommandSpec, EndRow};
 pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{KeyRow, KeySpec, NewKey};
+pub use once::{OnceKey, OnceRow};
 pub use secret::ChangedSecrets;
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
 pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
@@ -90,6 +92,9 @@ pub enum Error {
     /// Somebody else changed it meanwhile.
     #[error("it was changed meanwhile")]
     Stale,
+    /// A request with that key came before.
+    #[error("a request with the key `{}` came before", .0.which.key)]
+    Known(Box<OnceRow>),
     /// A quota of the App is used up.
     #[error("the quota `{}` is used up: {} of {}", .0.name, .0.used, .0.limit)]
     Quota(pepo_api::Quota),
@@ -134,6 +139,7 @@ impl Error {
                 | Error::InUse(_)
                 | Error::HasWorkspaces(_)
                 | Error::Stale
+                | Error::Known(_)
                 | Error::Quota(_)
                 | Error::NoRoom { .. }
                 | Error::NoOwner(_)
@@ -186,6 +192,12 @@ pub enum Write {
     NewKey(Box<NewKey>),
     /// That key lets nobody in any more.
     RevokeKey(pepo_api::KeyId),
+    /// A request that is done once. Refused where it came before.
+    Once(Box<OnceRow>),
+    /// What it was to make is there.
+    OnceDone(OnceKey),
+    /// Nothing came of it.
+    OnceForget(OnceKey),
     /// Something about the instance, by name.
     Fact(&'static str, String),
     /// Something that happened, or a call that was answered.
@@ -266,7 +278,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION];
 
 /// The schema that this release makes.
 #[allow(clippy::cast_possible_truncation, reason = "there are a few")]
@@ -578,6 +590,9 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::RemoveApp(id) => app::remove(transaction, *id),
         Write::NewKey(key) => key::insert(transaction, key),
         Write::RevokeKey(id) => key::revoke(transaction, *id),
+        Write::Once(row) => once::claim(transaction, row),
+        Write::OnceDone(which) => once::done(transaction, which),
+        Write::OnceForget(which) => once::forget(transaction, which),
         Write::Fact(name, value) => {
             transaction
                 .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
@@ -593,6 +608,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             session::prune(transaction, *ended_before)?;
             key::prune(transaction, *ended_before)?;
             app::prune(transaction, *ended_before)?;
+            once::prune(transaction, millis(now()))?;
             event::prune(transaction, View::Feed, *feed)?;
             event::prune(transaction, View::Audit, *audit)?;
             // What was billed can be looked up for as long as who asked for it.
