@@ -40,6 +40,10 @@ const LOOKED: Duration = Duration::from_secs(60);
 /// How often it looks whether the host is quiet, while something is wanted.
 const QUIET: Duration = Duration::from_millis(250);
 
+/// How long it has to have been quiet where a boot takes processors from what runs: whoever has just claimed one, or was just
+/// answered, is about to want something.
+const SETTLED: Duration = Duration::from_millis(300);
+
 /// The first pause after one could not be made, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(60));
 
@@ -106,6 +110,8 @@ struct Table {
     /// Being released.
     leaving: usize,
     wanted: Vec<Wanted>,
+    /// When somebody was last seen to want the host's processors.
+    busy_at: Option<Instant>,
     /// Counts changes of the Images that were told.
     images: u64,
     closed: bool,
@@ -189,6 +195,7 @@ impl Pool {
             let mut table = self.table();
             let fits = |ready: &Ready| ready.shape == *shape && !ready.warm.keeper().has_ended();
             let at = table.ready.iter().position(fits).filter(|_| !table.closed)?;
+            table.busy_at = Some(Instant::now());
             table.ready.remove(at)
         };
         self.changed();
@@ -312,9 +319,19 @@ impl Pool {
     fn tend(&self, sessions: &Sessions) -> Duration {
         let capacity = sessions.capacity();
         let age = self.0.config.borrow().age;
-        // Counted once, and only where something is wanted.
-        let running = std::cell::OnceCell::new();
-        let running = || *running.get_or_init(|| sessions.commands_running());
+        let beside = beside(self.0.vmm);
+        // Looked at once, and only where something is wanted.
+        let quiet = std::cell::OnceCell::new();
+        let is_quiet = |busy_at: &mut Option<Instant>| {
+            *quiet.get_or_init(|| {
+                let at_work = sessions.at_work();
+                if at_work > 0 {
+                    *busy_at = Some(Instant::now());
+                }
+                let settled = beside > 0 || busy_at.is_none_or(|at| at.elapsed() >= SETTLED);
+                settled && at_work <= beside
+            })
+        };
         let mut next = LOOKED;
         let (mut gone, mut begun) = (Vec::new(), Vec::new());
         {
@@ -347,12 +364,12 @@ impl Pool {
             for at in 0..table.wanted.len() {
                 let Ok((shape, files)) = table.wanted[at].found.clone() else { continue };
                 let set = table.wanted[at].set.clone();
-                let is_allowed = |have: usize| have < set.minimum || running() <= beside(self.0.vmm);
+                let is_allowed = |have: usize, busy_at: &mut Option<Instant>| have < set.minimum || is_quiet(busy_at);
                 let (ready, making) = table.count(&shape);
                 let old = table.ready.iter().position(|one| one.shape == shape && one.since.elapsed() >= age);
                 if let Some(old) = old {
                     // An old one is better than none while nothing may be made in its place.
-                    if is_allowed(ready) && making == 0 {
+                    if is_allowed(ready, &mut table.busy_at) && making == 0 {
                         gone.push((table.ready.remove(old), "too old"));
                     }
                 } else if let Some(oldest) = table.ready.iter().find(|one| one.shape == shape) {
@@ -367,7 +384,7 @@ impl Pool {
                         next = next.min(at - Instant::now());
                         break;
                     }
-                    if !is_allowed(have) {
+                    if !is_allowed(have, &mut table.busy_at) {
                         next = next.min(QUIET);
                         break;
                     }

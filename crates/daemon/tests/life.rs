@@ -517,6 +517,46 @@ async fn an_update_holds_from_the_next_activation_on() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn changed_services_begin_with_the_next_sandbox_and_not_with_the_next_pepod() {
+    let mut daemon = Daemon::start(Options::default());
+    let client = daemon.client();
+    let [first, second, pid] = ["first", "second", "pid"].map(|name| meeting(&daemon, name));
+    let line = |starts: &Path| format!("echo x >> {}; echo $$ > {}; exec sleep 600", starts.display(), pid.display());
+    let asked = json!({"reactivate": true, "services": [{"name": "first", "command": line(&first)}]});
+    let session = create(&client, asked).await;
+    run(&client, &session, "true").await;
+    let names = async |wait| -> Vec<_> {
+        let items = services(&client, &session, wait).await.into_iter();
+        items.map(|one| (one.spec.name, one.state, one.restarts)).collect()
+    };
+    assert_eq!(names(60).await, [("first".into(), ServiceState::Ready, 0)]);
+
+    // What is asked for is shown at once, and what runs is what was begun, as often as one asks and over a restart.
+    for name in ["other", "second"] {
+        let update = json!({"services": [{"name": name, "command": line(&second)}]});
+        let update = serde_json::from_value(update).expect("update");
+        let updated = client.session_update(&session, &update).await.expect("update");
+        assert_eq!(updated.services[0].name, name);
+    }
+    assert_eq!(names(0).await, [("first".into(), ServiceState::Ready, 0)]);
+    daemon.kill();
+    daemon.restart();
+    assert_eq!(names(60).await, [("first".into(), ServiceState::Ready, 0)]);
+    assert_eq!(show(&client, &session).await.services[0].name, "second");
+    // It is still looked after: dead by a signal it is started again.
+    run(&client, &session, &format!("kill -9 $(cat {})", pid.display())).await;
+    until("it is started again", || lines(&first) == 2);
+    assert_eq!(lines(&second), 0);
+
+    client.session_release(&session).await.expect("release");
+    assert_eq!(names(0).await, [("second".into(), ServiceState::Stopped, 0)]);
+    run(&client, &session, "true").await;
+    assert_eq!(names(60).await, [("second".into(), ServiceState::Ready, 0)]);
+    assert_eq!((lines(&first), lines(&second)), (2, 1));
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_thousand_idle_sessions_cost_next_to_nothing() {
     let mut daemon = Daemon::start(Options::default());
     let client = daemon.client();

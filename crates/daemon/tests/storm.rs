@@ -77,6 +77,7 @@ impl Seen {
                         | ErrorCode::GuestFailed
                         | ErrorCode::Timeout
                         | ErrorCode::Draining
+                        | ErrorCode::Unavailable
                 );
                 assert!(fine, "{what}: {:?}: {}", problem.code, problem.message);
                 problem.code.as_str().to_owned()

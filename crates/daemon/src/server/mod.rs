@@ -39,8 +39,8 @@ use http::{HeaderValue, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use pepo_api::{AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, KeyId, RequestId, Route};
 use pepo_sandbox::chain;
-use pepo_sandbox::guest;
 use pepo_sandbox::proto::FailureCode;
+use pepo_sandbox::{guest, host};
 use tokio::net::UnixListener;
 use tokio::sync::Semaphore;
 use tower_service::Service as _;
@@ -224,6 +224,9 @@ impl From<Error> for Problem {
             Error::Store(store::Error::NoApp) => ApiError::new(ErrorCode::NotFound, text),
             Error::Store(store::Error::InUse(_) | store::Error::HasWorkspaces(_) | store::Error::Stale) => {
                 ApiError::new(ErrorCode::Conflict, text)
+            }
+            Error::Store(store::Error::Closed) | Error::Host(host::Error::Lost) => {
+                ApiError::new(ErrorCode::Unavailable, "pepod ends, or is started again; Sandboxes go on")
             }
             Error::Store(_) | Error::Host(_) | Error::Lost(_) | Error::NoSandbox(_) => {
                 tracing::error!(error = text, "a request failed by a fault of ours");

@@ -96,6 +96,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         reactivate: reactivate.unwrap_or(false),
         setup,
         services,
+        services_begun: None,
         network,
         workspace: None,
         persist,

@@ -39,6 +39,8 @@ impl From<Error> for Problem {
             ),
             // Quotas and refusals of the store read the same whatever they are about.
             Error::Store(error) if error.is_an_answer() => crate::session::Error::from(error).into(),
+            Error::Store(error @ crate::store::Error::Closed) => crate::session::Error::from(error).into(),
+            Error::Host(error @ pepo_sandbox::host::Error::Lost) => crate::session::Error::Host(error).into(),
             Error::Store(_) | Error::Host(_) => {
                 tracing::error!(error = text, "a request about a Workspace failed by a fault of ours");
                 Problem::new(ErrorCode::Internal, text)

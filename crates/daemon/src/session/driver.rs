@@ -12,32 +12,30 @@
 //! 6 activity     only moves the deadline of 5
 //! ```
 
-use std::sync::Arc;
+mod publish;
+mod update;
+mod view;
+mod work;
+
 use std::time::Duration;
 
 use jiff::Timestamp;
-use pepo_api::{Ended, Reason, SessionState};
-use pepo_sandbox::{Active, Exit};
+use pepo_api::Reason;
+use pepo_sandbox::Active;
 use tokio::sync::{mpsc, oneshot, watch};
-use tokio::task::JoinHandle;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::activation::Activated;
 use super::state::{self, Cause, Effect, Event, State, Tenure};
 use super::table::Room;
-use super::{Ask, Error, Published, Session, Sessions, Update, activation, activity, ended, sandbox_id, setup};
+use super::{Ask, Error, Session, Sessions, activation, activity, ended, sandbox_id, setup};
 use crate::capacity::Place;
 use crate::store::Write;
-
-/// How often a guest is asked whether it is there.
-const BEAT: Duration = Duration::from_secs(5);
+use work::{Progress, Work, progress, silence};
 
 /// The next look at a deadline comes no later than this, whatever the clock does.
 const LOOK: Duration = Duration::from_secs(60);
-
-/// A deadline in the store may lag behind by this much; less is not worth a write.
-const COARSE: i64 = 2_000;
 
 /// How a driver begins.
 #[derive(Debug)]
@@ -52,25 +50,6 @@ pub(super) enum Start {
     Again,
     /// With none, until a request wants one.
     Idle,
-}
-
-/// What is under way.
-enum Work {
-    Nothing,
-    /// It looks for room for a Sandbox; whoever asked for it is answered.
-    Seeking {
-        task: AbortOnDropHandle<Result<Room, Error>>,
-        asked: Vec<oneshot::Sender<Result<u64, Error>>>,
-    },
-    Booting {
-        task: JoinHandle<Result<Activated, Cause>>,
-        cancel: CancellationToken,
-    },
-    Serving {
-        active: Active,
-        silence: AbortOnDropHandle<()>,
-    },
-    Stopping(JoinHandle<Exit>),
 }
 
 struct Driver {
@@ -168,6 +147,11 @@ impl Driver {
                 Some(event) => event,
                 None => self.happens().await,
             };
+            if self.sessions.0.host.is_lost() {
+                // pepod is about to end. What failed failed for that: it is no end of the Session's, and nothing of it is
+                // recorded. The next pepod looks what is there.
+                std::future::pending::<()>().await;
+            }
             let now = self.session.now();
             let before = now.state;
             let (state, effects) = state::step(now.spec.lives(), before.clone(), event);
@@ -350,146 +334,6 @@ impl Driver {
         self.session.0.activity.borrow().keep_until(keep_alive)
     }
 
-    /// Something began or ended to use it: the keep-alive's deadline is durable, its second is not.
-    async fn quieted(&mut self) {
-        let keep = self.keep_until();
-        self.session.0.published.send_if_modified(|now| {
-            now.keep_until = keep;
-            false
-        });
-        let moved = match (self.keep_stored, keep) {
-            (Some(stored), Some(now)) => (now.as_millisecond() - stored.as_millisecond()).abs() > COARSE,
-            (None, None) => false,
-            // In use: what is stored is in the past by the time it matters, and adoption adds to it.
-            (_, None) => false,
-            (None, Some(_)) => true,
-        };
-        if moved && matches!(self.session.now().state, State::Active(_)) {
-            self.keep_stored = keep;
-            self.sessions.0.store.write_later(Write::Session(Box::new(self.session.row()))).await;
-        }
-    }
-
-    /// Publishes a change that the store has, or will have before anything that comes after it.
-    async fn publish(&mut self, change: impl FnOnce(&mut Published)) {
-        let mut next = self.session.now();
-        change(&mut next);
-        next.generation += 1;
-        let row = crate::store::SessionRow {
-            spec: (*next.spec).clone(),
-            state: next.state.word(),
-            generation: next.generation,
-            activation: next.activation,
-            active_at: next.active_at,
-            expires_at: next.expires_at,
-            keep_until: next.keep_until,
-            last_end: next.last_end.clone(),
-            ended: next.ended.clone(),
-            ..self.session.row()
-        };
-        let write = Write::Session(Box::new(row));
-        if next.ended.is_none() && !matches!(next.state, State::Idle(_)) {
-            // Writes stay in order: what must be on the disk before it acts (a Sandbox's row, its claim) waits for this too.
-            self.sessions.0.store.write_later(write).await;
-        } else if let Err(error) = self.sessions.0.store.write(write).await {
-            // The daemon is about to end for this reason; what is published is the truth all the same.
-            tracing::error!(session = %self.session.id(), %error, "state could not be recorded");
-        }
-        self.session.0.published.send_replace(next);
-    }
-
-    /// Says in the feed where the Session is now.
-    fn tell(&self, state: &State) {
-        let kind = match state.word() {
-            SessionState::Requested => return,
-            SessionState::Activating => "session.activating",
-            SessionState::Active => "session.active",
-            SessionState::Releasing => "session.releasing",
-            SessionState::Idle => "session.idle",
-            SessionState::Terminating => "session.terminating",
-            SessionState::Terminated => "session.terminated",
-        };
-        let mut event = self.session.event(kind);
-        if let Some(tenure) = state.tenure() {
-            event = event.sandbox(tenure.sandbox).detail("activation", tenure.activation);
-        }
-        if let Some(cause) = state.cause() {
-            event = event.reason(cause.reason);
-        }
-        self.sessions.0.store.record(event);
-    }
-
-    /// Says in the feed how a Sandbox of it ended.
-    fn tell_end(&self, tenure: Tenure, end: &Ended) {
-        let event = self.session.event("sandbox.ended").sandbox(tenure.sandbox).reason(end.reason);
-        let message = (!end.message.is_empty()).then_some(&end.message);
-        self.sessions.0.store.record(event.detail("activation", tenure.activation).detail("message", message));
-    }
-
-    async fn moved(&mut self, state: State) {
-        let now = crate::store::now();
-        tracing::info!(session = %self.session.id(), state = ?state.word(), reason = ?state.cause().map(|c| c.reason), "moved");
-        let end: Option<Ended> = match &state {
-            State::Terminated(cause) | State::Idle(cause) => Some(ended(cause, now)),
-            _ => None,
-        };
-        self.tell(&state);
-        if let State::Terminated(_) = &state
-            && let Some(used) = &self.session.now().spec.workspace
-        {
-            self.sessions.0.workspaces.session_ended(self.session.app(), used).await;
-        }
-        if let Some(end) = &end {
-            self.session.commands().sandbox_ended(end);
-            if let Some(tenure) = self.session.now().state.tenure() {
-                self.tell_end(tenure, end);
-            }
-            drop(self.place.take());
-        }
-        if let State::Activating(_) = &state {
-            self.session.commands().begins();
-        }
-        let guest = match (&state, &self.work) {
-            (State::Active(_), Work::Serving { active, .. }) => Some(active.guest().clone()),
-            _ => None,
-        };
-        if guest.is_some() {
-            self.session.services().announce(&self.session.now().spec.services);
-            self.session.0.activity.send_modify(|activity| activity.serving(now));
-        }
-        let keep = guest.is_some().then(|| self.keep_until()).flatten();
-        self.keep_stored = keep;
-        // Whoever waits must not wait for the disk to learn that the guest is gone.
-        if guest.is_none() {
-            self.session.0.published.send_modify(|published| published.guest = None);
-        }
-        self.publish(|published| {
-            if let Some(tenure) = state.tenure() {
-                published.activation = tenure.activation;
-            }
-            if guest.is_some() {
-                published.active_at = Some(now);
-            }
-            published.guest = guest.clone();
-            published.keep_until = keep;
-            match &state {
-                State::Terminated(_) => published.ended = end,
-                State::Idle(_) => (published.last_end, published.active_at) = (end, None),
-                _ => {}
-            }
-            published.state = state;
-        })
-        .await;
-        match (guest, self.session.now().state) {
-            (Some(guest), State::Active(tenure)) => {
-                self.session.services().begin(&self.session, &guest, tenure.activation)
-            }
-            // All of it is on the disk by now: what waits for its next life need not be kept in memory.
-            (None, State::Idle(_)) => self.session.commands().forget(),
-            _ => {}
-        }
-    }
-
     /// A request wants a Sandbox.
     fn wanted(&mut self, answer: oneshot::Sender<Result<u64, Error>>) {
         let now = self.session.now();
@@ -518,6 +362,7 @@ impl Driver {
             let told = match &error {
                 Error::Full(full) => Error::Full(*full),
                 Error::Draining => Error::Draining,
+                Error::Host(pepo_sandbox::host::Error::Lost) => Error::Host(pepo_sandbox::host::Error::Lost),
                 Error::NoImage { name, hint } => Error::NoImage { name: name.clone(), hint: hint.clone() },
                 fault => Error::NoSandbox(pepo_sandbox::chain(fault)),
             };
@@ -600,115 +445,6 @@ impl Driver {
             }
         }
     }
-
-    async fn update(&mut self, update: Update) -> Result<(), Error> {
-        let now = self.session.now();
-        if let Some(ended) = now.ended {
-            return Err(Error::Terminated(ended));
-        }
-        #[cfg(feature = "fake")]
-        #[allow(clippy::panic, reason = "what becomes of a driver that panics is tested by one that does")]
-        if update.labels.as_ref().and_then(|labels| labels.get("pepo-fault")).is_some_and(|fault| fault == "driver") {
-            panic!("as a test wants it");
-        }
-        let mut spec = (*now.spec).clone();
-        if let Some(name) = update.name {
-            // The store decides whether a name is free, so it is asked before anything is published.
-            spec.name = Some(name);
-            let row = crate::store::SessionRow { spec: spec.clone(), ..self.session.row() };
-            self.sessions.0.store.write(Write::Session(Box::new(row))).await?;
-        }
-        if !update.secrets.is_empty() {
-            self.sessions.change_secrets(self.session.id(), &update.secrets).await?;
-            for (name, value) in update.secrets {
-                match value {
-                    Some(_) => spec.secrets.insert(name),
-                    None => spec.secrets.remove(&name),
-                };
-            }
-        }
-        if let Some(labels) = update.labels {
-            spec.labels = labels;
-        }
-        if let Some(seconds) = update.keep_alive_seconds {
-            spec.keep_alive_seconds = seconds;
-        }
-        if let Some(env) = update.env {
-            spec.env = env;
-        }
-        if let Some(setup) = update.setup {
-            spec.setup = setup;
-        }
-        if let Some(services) = update.services {
-            spec.services = services;
-        }
-        if let Some((said, policy)) = update.network {
-            // In force before it is written down: a change that is answered is one that holds. One that starts just now
-            // is given what is written when it has started.
-            if let Work::Serving { active, .. } = &self.work
-                && self.sessions.0.network.is_some()
-            {
-                active.network(&policy).await?;
-                self.sessions.answer(&self.session, active.id(), policy).await?;
-            }
-            spec.network = said;
-        }
-        if update.expires_seconds.is_some() {
-            spec.expires_seconds = update.expires_seconds;
-        }
-        let expires_at = match update.expires_seconds {
-            Some(seconds) => after(crate::store::now(), Duration::from_secs(seconds)),
-            None => now.expires_at,
-        };
-        self.publish(|published| {
-            published.spec = Arc::new(spec);
-            published.expires_at = expires_at;
-        })
-        .await;
-        Ok(())
-    }
-
-    /// Answers a look at the Sandbox, on a task of its own.
-    fn look<T, F, Q>(&self, answer: oneshot::Sender<Result<T, Error>>, look: Q)
-    where
-        T: Send + 'static,
-        F: Future<Output = Result<T, Error>> + Send + 'static,
-        Q: FnOnce(View) -> F,
-    {
-        match &self.work {
-            Work::Serving { active, .. } => {
-                let looked = look(View { host: self.sessions.0.host.clone(), id: active.id() });
-                tokio::spawn(async move {
-                    let _ = answer.send(looked.await);
-                });
-            }
-            _ => {
-                let message =
-                    format!("the Session is {:?} and has no Sandbox to look at", self.session.now().state.word());
-                let _ = answer.send(Err(Error::NoSandboxNow(message.to_lowercase())));
-            }
-        }
-    }
-}
-
-/// What can be looked at of a Sandbox without owning it.
-struct View {
-    host: pepo_sandbox::Host,
-    id: pepo_sandbox::SandboxId,
-}
-
-impl View {
-    async fn console(&self) -> Result<pepo_sandbox::keeper::Console, pepo_sandbox::host::Error> {
-        Ok(self.host.evidence(self.id).await?.console)
-    }
-
-    async fn usage(&self) -> Result<pepo_sandbox::host::Usage, pepo_sandbox::host::Error> {
-        self.host.usage(self.id).await
-    }
-
-    async fn traffic(&self) -> Result<pepo_sandbox::net::Traffic, pepo_sandbox::host::Error> {
-        self.host.traffic(self.id).await
-    }
 }
 
 /// What woke the driver, in the order of its priority.
@@ -718,58 +454,6 @@ enum Woken {
     Asked(Option<Ask>),
     Time,
     Activity,
-}
-
-enum Progress {
-    Sought(Result<Room, Error>),
-    Booted(Result<Activated, Cause>),
-    Ended,
-    Silent,
-    Stopped(Box<Exit>),
-    /// The stop path itself failed: what it held is buried from outside.
-    Stuck,
-}
-
-/// Returns when the work under way has come to something. Never, where there is none.
-async fn progress(work: &mut Work) -> Progress {
-    match work {
-        Work::Nothing => std::future::pending().await,
-        Work::Seeking { task, .. } => Progress::Sought(task.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "looking for room ended in a panic");
-            Err(Error::NoSandbox("an internal error; see the log".into()))
-        })),
-        Work::Booting { task, .. } => Progress::Booted(task.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "making a Sandbox ended in a panic");
-            Err(Cause::told(Reason::SetupFailed, "an internal error; see the log"))
-        })),
-        Work::Serving { active, silence } => tokio::select! {
-            biased;
-            () = active.wait() => Progress::Ended,
-            _ = silence => Progress::Silent,
-        },
-        Work::Stopping(task) => match task.await {
-            Ok(exit) => Progress::Stopped(Box::new(exit)),
-            Err(error) => {
-                tracing::error!(%error, "stopping a Sandbox ended in a panic");
-                Progress::Stuck
-            }
-        },
-    }
-}
-
-/// Returns when the guest has not answered for that long.
-async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
-    let mut heard = tokio::time::Instant::now();
-    let beat = BEAT.min(most / 4).max(Duration::from_millis(10));
-    loop {
-        tokio::time::sleep(beat).await;
-        match tokio::time::timeout(most, guest.ping()).await {
-            // A guest that refuses for want of streams is there.
-            Ok(Ok(()) | Err(pepo_sandbox::guest::Error::Busy)) => heard = tokio::time::Instant::now(),
-            Ok(Err(_)) | Err(_) if heard.elapsed() >= most => return,
-            Ok(Err(_)) | Err(_) => {}
-        }
-    }
 }
 
 fn after(at: Timestamp, wait: Duration) -> Option<Timestamp> {

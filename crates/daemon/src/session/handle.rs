@@ -373,7 +373,7 @@ impl Session {
     /// Whether something uses it now: a command that counts, a stream, a connection. Before it is Active whoever asked for
     /// it counts.
     pub fn is_in_use(&self) -> bool {
-        let coming = matches!(self.0.published.borrow().state, State::Requested | State::Activating(_));
+        let coming = self.0.published.borrow().state.is_coming();
         coming || self.0.activity.borrow().open > 0
     }
 

@@ -86,6 +86,9 @@ pub struct Spec {
     /// Kept running.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub services: Vec<ServiceSpec>,
+    /// Those that the present Sandbox began with, where others were asked for since: these go on until it goes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub services_begun: Option<Vec<ServiceSpec>>,
     /// What it may reach, as it was said.
     #[serde(default)]
     pub network: pepo_api::NetworkSpec,
@@ -101,6 +104,11 @@ impl Spec {
     /// What becomes of it when its Sandbox is given back: the one place that decides this.
     pub fn lives(&self) -> Lives {
         if self.reactivate || self.workspace.is_some() { Lives::Again } else { Lives::Once }
+    }
+
+    /// The Services of the Sandbox that serves now.
+    pub fn services_now(&self) -> &[ServiceSpec] {
+        self.services_begun.as_deref().unwrap_or(&self.services)
     }
 }
 

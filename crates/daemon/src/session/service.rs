@@ -98,7 +98,7 @@ impl Services {
                     let now = now.borrow_and_update();
                     !now.is_empty() && now.iter().all(open)
                 };
-                if !comes || all || session.now().spec.services.is_empty() {
+                if !comes || all || session.now().spec.services_now().is_empty() {
                     return;
                 }
                 tokio::select! {
@@ -132,7 +132,7 @@ impl Services {
 
     /// Goes on with the Services of a Sandbox that an earlier life of this daemon made.
     pub(super) fn take_up(&self, session: &Session, guest: &Guest, activation: u64) {
-        self.announce(&session.now().spec.services);
+        self.announce(session.now().spec.services_now());
         self.run(session, guest, activation, Past::Recorded);
     }
 

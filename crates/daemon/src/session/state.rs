@@ -158,6 +158,11 @@ impl State {
         }
     }
 
+    /// Whether it is on its way to Active.
+    pub fn is_coming(&self) -> bool {
+        matches!(self, State::Requested | State::Activating(_))
+    }
+
     /// Whether it ends, or has ended.
     pub fn ends(&self) -> bool {
         matches!(self, State::Terminating(..) | State::Terminated(_))

@@ -197,9 +197,13 @@ impl Sessions {
         let sessions = self.clone();
         // A caller that leaves must not leave a record, or a claimed Sandbox, that nobody drives.
         let making = tokio::spawn(async move { sessions.make(new).await });
-        making.await.unwrap_or_else(|error| {
-            tracing::error!(%error, "making a Session ended in a panic");
-            Err(Error::Store(store::Error::Closed))
+        making.await.unwrap_or_else(|error| match error.is_cancelled() {
+            // pepod ends.
+            true => Err(Error::Store(store::Error::Closed)),
+            false => {
+                tracing::error!(%error, "making a Session ended in a panic");
+                Err(Error::NoSandbox("an internal error; see the log".into()))
+            }
         })
     }
 
@@ -346,6 +350,14 @@ impl Sessions {
     /// How many commands run now, without Services.
     pub fn commands_running(&self) -> usize {
         self.live().values().map(|session| session.commands().running() as usize).sum()
+    }
+
+    /// How many want processors now: commands, and Sessions on their way to Active.
+    pub fn at_work(&self) -> usize {
+        let live = self.live();
+        let coming = |session: &&Session| session.0.published.borrow().state.is_coming();
+        live.values().map(|session| session.commands().running() as usize).sum::<usize>()
+            + live.values().filter(coming).count()
     }
 
     pub(super) fn handle(

@@ -313,6 +313,7 @@ pub(super) mod tests {
                 reactivate: false,
                 setup: None,
                 services: Vec::new(),
+                services_begun: None,
                 network: pepo_api::NetworkSpec::default(),
                 workspace: None,
                 persist: Vec::new(),
@@ -327,6 +328,52 @@ pub(super) mod tests {
             last_end: None,
             ended: None,
         }
+    }
+
+    /// What one Session writes from its creation to its first Active, by 32 callers at once, on the disk of the temporary
+    /// directory. The goal: the store is not what limits creation below 500 in a second.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    #[ignore = "a figure: `make bench` runs it, on a release build"]
+    #[allow(clippy::print_stdout, reason = "a figure is printed")]
+    async fn figure_of_sessions_that_the_store_takes() {
+        use super::super::{Event, Write};
+        const CALLERS: usize = 32;
+        const EACH: usize = 100;
+        const GOAL: f64 = 500.0;
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("s.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let began = std::time::Instant::now();
+        let callers: Vec<_> = (0..CALLERS)
+            .map(|_| {
+                let store = store.clone();
+                tokio::spawn(async move {
+                    for _ in 0..EACH {
+                        let mut row = row(app, None);
+                        let (session, sandbox) = (row.id, SandboxId::generate());
+                        // The call's note, the row, and then what its driver and its activation write.
+                        store.record(Event::new("session.create").app(app));
+                        store.write(Write::NewSession(Box::new(row.clone()))).await.expect("new");
+                        store.record(Event::new("session.created").app(app).session(session));
+                        (row.state, row.activation) = (SessionState::Activating, 1);
+                        store.record(Event::new("session.activating").app(app).session(session).sandbox(sandbox));
+                        store.write_later(Write::Session(Box::new(row.clone()))).await;
+                        store.write(Write::NewSandbox(sandbox)).await.expect("sandbox");
+                        store.write(Write::Claim(Claim { sandbox, session, activation: 1 })).await.expect("claim");
+                        row.state = SessionState::Active;
+                        store.record(Event::new("session.active").app(app).session(session).sandbox(sandbox));
+                        store.write_later(Write::Session(Box::new(row))).await;
+                    }
+                })
+            })
+            .collect();
+        for caller in callers {
+            caller.await.expect("caller");
+        }
+        let rate = (CALLERS * EACH) as f64 / began.elapsed().as_secs_f64();
+        let mark = if rate >= GOAL { "met" } else { "missed" };
+        println!("figure: Sessions that the store takes in a second: {rate:.0} (goal >= {GOAL:.0} {mark})");
+        assert!(rate >= GOAL);
     }
 
     #[tokio::test]

@@ -488,6 +488,11 @@ impl Host {
         let _ = lost.wait_for(|lost| *lost).await;
     }
 
+    /// Whether it is gone: whatever fails from then on says nothing about a Sandbox.
+    pub fn is_lost(&self) -> bool {
+        lock(&self.0.table).lost
+    }
+
     async fn ask(
         &self,
         what: &'static str,

@@ -107,21 +107,36 @@ impl Work {
 
     /// Ends the agent and all that it has started, which no namespace does here.
     pub fn end_fake(&self, id: SandboxId) {
-        let Ok(record) = self.place.read::<crate::held::KeeperRecord>(id, file::KEEPER) else { return };
+        let recorded = self.place.read::<crate::held::KeeperRecord>(id, file::KEEPER);
+        let unrecorded = || listening_at(&self.place.directory(id).join(SOCKET));
+        let found = recorded.map(|record| (record.pid, record.start)).ok().or_else(unrecorded);
+        let Some((pid, start)) = found else { return };
         let deadline = Instant::now() + Duration::from_secs(10);
         loop {
-            let family = family(record.pid);
+            let family = family(pid);
             for (pid, start) in &family {
                 if let Ok(pidfd) = proc::open_exact(*pid, *start) {
                     let _ = proc::kill(pidfd.as_fd());
                     proc::wait(pidfd.as_fd(), Duration::from_secs(1));
                 }
             }
-            if family.is_empty() || Instant::now() > deadline || proc::start_time(record.pid) != Some(record.start) {
+            if family.is_empty() || Instant::now() > deadline || proc::start_time(pid) != Some(start) {
                 return;
             }
         }
     }
+}
+
+/// The agent that was started to listen there, where this side died before it could write down which. A keeper is born in
+/// its Sandbox's cgroup; here the command line is all that leads to it.
+fn listening_at(socket: &std::path::Path) -> Option<(u32, u64)> {
+    let processes = fs::read_dir("/proc").ok()?.flatten();
+    let mut pids = processes.filter_map(|process| process.file_name().to_str()?.parse::<u32>().ok());
+    let pid = pids.find(|pid| {
+        let line = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|byte| *byte == 0).any(|word| word == socket.as_os_str().as_encoded_bytes())
+    })?;
+    Some((pid, proc::start_time(pid)?))
 }
 
 /// A process and all below it, the youngest first, so that none is orphaned before it is seen.
