@@ -162,7 +162,7 @@ impl One {
         }
         match name {
             "healthz" => answer(&mut stream, 200, &json!({"status": "ok"})).await,
-            "session_create" => answer(&mut stream, 201, &self.session("requested")).await,
+            "session_create" | "session_open" => answer(&mut stream, 201, &self.session("requested")).await,
             "session_show" if self.state.lock().unwrap().terminated => {
                 answer(&mut stream, 200, &self.session("terminated")).await;
             }

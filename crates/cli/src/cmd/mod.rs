@@ -210,8 +210,6 @@ mod tests {
     fn what_does_not_exist_yet_is_refused_with_its_reason() {
         let net = refusal(&["pepo", "run", "--net", "lan", "--", "true"]);
         assert!(net.contains("`lan` is not a network policy"), "{net}");
-        let key = refusal(&["pepo", "run", "--key=k", "--", "true"]);
-        assert!(key.contains("pepo session create --key"), "{key}");
         let shared = refusal(&["pepo", "run", "-v=/x:/y", "--", "true"]);
         assert!(shared.contains("does not exist in this release"), "{shared}");
     }

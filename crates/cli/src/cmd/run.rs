@@ -1,5 +1,6 @@
 //! `pepo run`: one command in a Session of its own. Make, wait, copy in, run, copy out, end; an interrupt at any of these
-//! steps goes to the last one.
+//! steps goes to the last one. With `--key` the Session is the key's, which stays: others may use it too, so nothing ends it
+//! here, and the command ends with its caller.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -34,7 +35,9 @@ const GRACE: Duration = Duration::from_secs(60);
 pub struct Run {
     #[command(flatten)]
     shape: Shape,
-    #[arg(long, hide = true, value_parser = no_key)]
+    /// Run it in the Session of this key, which is made where there is none, and stays; what else is said must be as it is
+    /// there
+    #[arg(long, value_name = "KEY")]
     key: Option<String>,
     #[command(flatten)]
     how: How,
@@ -72,11 +75,6 @@ enum Middle {
     Interrupted(Caught),
 }
 
-/// A run ends its Session, so a key would be worth nothing.
-fn no_key(_: &str) -> Result<String, String> {
-    Err("`pepo run` ends the Session it made: use `pepo session create --key KEY` and `pepo exec`".into())
-}
-
 impl Run {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let (interrupts, outputs) = (Interrupts::new()?, Outputs::own()?);
@@ -99,14 +97,23 @@ impl Run {
             Err(caught) => return Ok(caught.exit_code()),
         };
         let mut request = self.shape.request();
-        request.keep_alive_seconds = Some(self.keep_alive.unwrap_or(0).max(KEPT));
-        // What is run once leaves nothing behind, unless it is given a place.
-        request.workspace.get_or_insert(None);
+        match self.key {
+            // One that lasts begins as any Session does; what is not said is not asked of one that is there.
+            Some(_) => request.keep_alive_seconds = self.keep_alive,
+            None => {
+                request.keep_alive_seconds = Some(self.keep_alive.unwrap_or(0).max(KEPT));
+                // What is run once leaves nothing behind, unless it is given a place.
+                request.workspace.get_or_insert(None);
+            }
+        }
         request.secrets = secrets;
         let id = command.id.unwrap_or_else(CommandId::generate);
 
         // Not given up half-way: what was made must be known to be ended.
-        let session = client.session_create(&request).await?;
+        let session = match &self.key {
+            Some(key) => client.session_open(key, &request).await?,
+            None => client.session_create(&request).await?,
+        };
         let name = session.id.to_string();
         let middle = async {
             if !self.copy.is_empty() {
@@ -150,29 +157,34 @@ impl Run {
         .await;
 
         if self.detach && matches!(middle, Ok(Middle::Code(_))) {
-            let update =
-                UpdateSession { keep_alive_seconds: Some(self.keep_alive.unwrap_or(0)), ..UpdateSession::default() };
-            client.session_update(&name, &update).await?;
+            if self.key.is_none() {
+                let update = UpdateSession {
+                    keep_alive_seconds: Some(self.keep_alive.unwrap_or(0)),
+                    ..UpdateSession::default()
+                };
+                client.session_update(&name, &update).await?;
+            }
             render::say(&name)?;
             if !self.quiet {
                 note(format!("runs as {id}; `pepo logs -f {name}` follows it"));
             }
             return Ok(0);
         }
+        let code_of = |middle| match middle {
+            Middle::Code(code) => code,
+            Middle::Interrupted(caught) => caught.exit_code(),
+        };
+        if self.key.is_some() {
+            return middle.map(code_of);
+        }
         if self.keep_alive.is_some_and(|s| s > 0) && matches!(middle, Ok(Middle::Code(_))) {
             if !self.quiet {
                 note(format!("Session {name} stays (--keep-alive); `pepo session rm {name}` ends it"));
             }
-            return middle.map(|middle| match middle {
-                Middle::Code(code) => code,
-                Middle::Interrupted(caught) => caught.exit_code(),
-            });
+            return middle.map(code_of);
         }
         let ended = end(&client, &name, &mut interrupts).await;
-        let code = match middle? {
-            Middle::Code(code) => code,
-            Middle::Interrupted(caught) => caught.exit_code(),
-        };
+        let code = code_of(middle?);
         match ended {
             Ok(()) => Ok(code),
             Err(failure) => {
@@ -394,6 +406,24 @@ mod tests {
         assert_eq!(code.unwrap(), 3);
         assert_eq!((&out[..], &err[..]), (&[&bytes[..], b"x"].concat()[..], &b"oops\n"[..]));
         assert_eq!(fake.asked(), WHOLE);
+    }
+
+    #[tokio::test]
+    async fn the_session_of_a_key_stays() {
+        const KEYED: [&str; 3] = ["session_open", "command_create", "command_attach"];
+        let fake = Fake::new(steps(&[Step::Out(b"x"), Step::Exit(Reason::Exit, 3)]));
+        let (code, out, _) = ran(&fake, &["--key", "user:42", "--", "x"]).await;
+        assert_eq!((code.unwrap(), &out[..], &fake.asked()[..]), (3, &b"x"[..], &KEYED.map(String::from)[..]));
+        // Also where the command was interrupted until nobody waits for it: its end is the daemon's, when its caller is gone.
+        let script = steps(&[Step::Signals(99)]);
+        let (code, fake) = interrupted(script, &["--key", "k", "--", "x"], &["command_attach", "command_signal"]).await;
+        assert_eq!((code.unwrap(), fake.asked().contains(&"session_terminate".to_owned())), (130, false));
+        let fake = Fake::new(steps(&[]));
+        let (code, ..) = ran(&fake, &["--key", "k", "--detach", "--", "x"]).await;
+        assert_eq!(
+            (code.unwrap(), &fake.asked()[..]),
+            (0, &KEYED[..2].iter().map(|s| s.to_string()).collect::<Vec<_>>()[..])
+        );
     }
 
     #[tokio::test]
