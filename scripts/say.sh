@@ -67,7 +67,7 @@ as_root() {
   if [ "$(id -u)" = 0 ]; then
     "$@"
   else
-    sudo --preserve-env=PEPO_HOME,PEPO_VMM,PEPO_E2E,PEPO_E2E_BIN,PEPO_E2E_IMAGES,NO_COLOR,DEBIAN_FRONTEND -- "$@"
+    sudo --preserve-env=PEPO_HOME,PEPO_VMM,PEPO_E2E,PEPO_E2E_BIN,PEPO_E2E_IMAGES,PEPO_E2E_PREVIOUS,PEPO_BENCH_CLAIMS,NO_COLOR,DEBIAN_FRONTEND -- "$@"
   fi
 }
 

@@ -7,6 +7,8 @@
 mod boot;
 mod copy;
 mod exec;
+mod life;
+mod many;
 mod room;
 mod table;
 
@@ -19,6 +21,8 @@ use table::Row;
 enum Measure {
     /// In the one room that all of these share.
     Room(fn(&Room) -> Vec<Row>),
+    /// In instances of its own.
+    Alone(fn() -> Vec<Row>),
 }
 
 /// The groups by the names that the command line takes, in the order in which they are measured.
@@ -27,6 +31,9 @@ const GROUPS: &[(&str, Measure)] = &[
     ("exec", Measure::Room(exec::exec)),
     ("stdout", Measure::Room(exec::stdout)),
     ("cp", Measure::Room(copy::copy)),
+    ("warm", Measure::Alone(life::warm)),
+    ("back", Measure::Alone(life::back)),
+    ("many", Measure::Alone(many::many)),
 ];
 
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.
@@ -50,6 +57,13 @@ fn main() -> ExitCode {
                     room
                 });
                 measure(room)
+            }
+            Measure::Alone(measure) => {
+                // Nothing else is at work meanwhile.
+                if let Some(room) = room.take() {
+                    room.close();
+                }
+                measure()
             }
         };
         for row in &measured {
