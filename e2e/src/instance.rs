@@ -108,11 +108,16 @@ impl Instance {
 
     /// A program of ours in this instance.
     pub fn program(&self, name: &str) -> Program {
+        self.program_at(bin(name))
+    }
+
+    /// That program in this instance.
+    pub fn program_at(&self, path: PathBuf) -> Program {
         let network = if self.network { "on" } else { "off" };
         let program = match &self.within {
-            None => Program::new(bin(name)),
+            None => Program::new(path),
             Some(namespace) => Program::new("/usr/bin/nsenter")
-                .args([std::ffi::OsString::from(format!("--net={}", namespace.display())), bin(name).into()]),
+                .args([std::ffi::OsString::from(format!("--net={}", namespace.display())), path.into()]),
         };
         let program = program.env("PEPO_HOME", &self.home).env("PEPO_NETWORK_MODE", network);
         // The whole suite under one VMM or the other: asked for from outside, else the host decides.
@@ -135,7 +140,12 @@ impl Instance {
 
     /// A daemon that stays until [`Instance::end`] or its own death: `pepo up`.
     pub fn up(&self) -> Started {
-        let up = self.pepo(["up"]).within(Duration::from_secs(600)).open_stdin().start();
+        self.up_with(bin("pepo"))
+    }
+
+    /// [`Instance::up`] with that program, and what lies beside it.
+    pub fn up_with(&self, pepo: PathBuf) -> Started {
+        let up = self.program_at(pepo).args(["up"]).within(Duration::from_secs(600)).open_stdin().start();
         up.says("http://127.0.0.1:", MINUTE);
         up
     }
@@ -161,6 +171,14 @@ impl Instance {
     /// Processes of that name that are this instance's.
     pub fn pids(&self, comm: &str) -> Vec<i32> {
         crate::host::pids_named(comm, &self.home, &self.tag().unwrap_or_default())
+    }
+
+    /// The directories of Sandboxes, by the hex digits of their ids.
+    pub fn jails(&self) -> Vec<String> {
+        let names = fs::read_dir(self.home.join("state/jail")).into_iter().flatten().flatten();
+        let names = names.map(|entry| entry.file_name().to_string_lossy().into_owned());
+        // Beside them there are copies that all of them share.
+        names.filter(|name| name.len() == 32 && name.bytes().all(|b| b.is_ascii_hexdigit())).collect()
     }
 
     /// What this instance has on the host now and had not at the beginning.
@@ -195,12 +213,7 @@ impl Instance {
             assert!(began.elapsed() < Duration::from_secs(20), "left on the host:\n  {}", left.join("\n  "));
             std::thread::sleep(Duration::from_millis(20));
         }
-        let jails = self.home.join("state/jail");
-        // Beside the Sandboxes' directories there are copies that all of them share.
-        let of_sandbox =
-            |name: &std::ffi::OsStr| name.len() == 32 && name.as_encoded_bytes().iter().all(u8::is_ascii_hexdigit);
-        let entries = fs::read_dir(&jails).into_iter().flatten().flatten();
-        let kept: Vec<_> = entries.filter(|entry| of_sandbox(&entry.file_name())).map(|entry| entry.path()).collect();
+        let kept = self.jails();
         assert!(kept.is_empty(), "jails are left: {kept:?}");
     }
 }

@@ -11,6 +11,8 @@ mod host;
 mod instance;
 pub mod names;
 mod program;
+pub mod strike;
+pub mod upgrade;
 pub mod world;
 
 pub use host::{SANDBOX_UIDS, Snapshot, pids_named};

@@ -1,22 +1,78 @@
-//! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; then a browser.
+//! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; every process dead at
+//! every moment of a Sandbox's life; an upgrade from the previous commit's programs; a browser.
+//!
+//! `pepo-soak [boots|deaths|upgrade|browser]…`: those alone.
 
 #![allow(clippy::panic, clippy::expect_used, reason = "a soak fails by panicking")]
 #![allow(clippy::print_stdout, reason = "its report is its purpose")]
 
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use pepo_e2e::{Instance, Options};
+use pepo_e2e::strike::{Moment, Ring, Victim};
+use pepo_e2e::{Instance, Options, upgrade};
 
 /// What is counted as a hang: a boot takes about two seconds.
 const HANG: Duration = Duration::from_secs(120);
 
+const PARTS: [(&str, fn()); 4] = [("boots", boots), ("deaths", deaths), ("upgrade", upgrades), ("browser", browse)];
+
 fn main() {
+    let wanted: Vec<String> = std::env::args().skip(1).collect();
+    for name in &wanted {
+        assert!(PARTS.iter().any(|(part, _)| part == name), "{name}: the parts are {:?}", PARTS.map(|(part, _)| part));
+    }
+    for (name, part) in PARTS {
+        if wanted.is_empty() || wanted.iter().any(|one| one == name) {
+            part();
+        }
+    }
+}
+
+fn boots() {
     let boots = std::env::var("BOOTS")
         .ok()
         .filter(|text| !text.is_empty())
         .map_or(200, |text| text.parse().expect("BOOTS is a number"));
     boot(boots);
-    browse();
+}
+
+fn now<T>(work: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("runtime").block_on(work)
+}
+
+/// Each process at each moment. One instance for each moment: `pepo up` takes ever longer to start again what dies often.
+fn deaths() {
+    let mut count = 0;
+    for moment in Moment::ALL {
+        let ring = Ring::new(u32::from(moment == Moment::Waiting));
+        let can_die = |victim: &Victim| victim.can_die(moment, ring.under_firecracker());
+        for victim in Victim::ALL.into_iter().filter(can_die) {
+            now(ring.strike(victim, moment));
+            count += 1;
+        }
+        ring.end();
+    }
+    println!("      {count} deaths, and nothing is left");
+}
+
+/// From the programs of the previous commit, which `make soak` builds, to these.
+fn upgrades() {
+    let directory = |name: &str| std::env::var_os(name).map(PathBuf::from);
+    let here = directory("PEPO_E2E_BIN").expect("PEPO_E2E_BIN is not set: run `make soak`");
+    match directory("PEPO_E2E_PREVIOUS") {
+        Some(previous) => go(&previous, &here),
+        None => {
+            println!("      there is no previous commit here: from another build of this one");
+            go(upgrade::other_build(&here).path(), &here);
+        }
+    }
+
+    fn go(previous: &Path, here: &Path) {
+        now(upgrade::adopts(previous, here));
+        println!("      Sandboxes of {} go on under {}", previous.display(), here.display());
+    }
 }
 
 fn boot(count: usize) {
