@@ -110,7 +110,7 @@ fn every_verb_that_is_not_the_operators_works_from_elsewhere() {
         &["key", "create", "--name", "other"],
         &["key", "ls"],
         &["key", "revoke", "other"],
-        &["workspace", "create", "--name", "w"],
+        &["workspace", "create", "w"],
         &["workspace", "ls"],
         &["workspace", "show", "w"],
         &["workspace", "rm", "w"],
