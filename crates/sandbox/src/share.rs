@@ -16,6 +16,7 @@
 //! ```
 //! Its end is the end of the Sandbox: a tree that is not served any more is never an empty directory.
 
+mod bucket;
 mod enter;
 mod filter;
 mod locks;
@@ -37,6 +38,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::thread::ThreadNameSpaceType;
 use serde::{Deserialize, Serialize};
 
+use crate::cgroup::Io;
 use crate::host::wire;
 use crate::id::{UidBlock, VolumeId, process};
 use crate::jail::Access;
@@ -116,6 +118,8 @@ pub(crate) struct Order {
     pub open_files: u64,
     /// Files that a guest's kernel may know at once.
     pub nodes: usize,
+    /// What the guest may use of the disks below it in a second; `None`: no limit.
+    pub io: Option<Io>,
 }
 
 /// Descriptors in an [`Order`] before the doors.

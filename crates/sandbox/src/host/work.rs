@@ -460,6 +460,7 @@ impl Work {
             proof: plan.proof.clone(),
             open_files: SHARE_FILES,
             nodes: sandbox.memory_mib as usize * KNOWN_PER_MIB,
+            io: sandbox.io,
         };
         let server = share::Server::spawn(keeper.as_fd()).map_err(|error| failed("start the share server", error))?;
         made.servers.push(server.pidfd.try_clone().map_err(|error| failed("hold the share server", error))?);

@@ -9,6 +9,7 @@ use rustix::mount::{FsMountFlags, FsOpenFlags, MountAttrFlags, MountPropagationF
 use rustix::process::{Resource, Rlimit};
 use rustix::thread::{CapabilitiesSecureBits, CapabilitySet, CapabilitySets, Gid, Uid};
 
+use super::bucket::Bucket;
 use super::nodes::Nodes;
 use super::serve::{self, Running};
 use super::tree::Tree;
@@ -69,6 +70,7 @@ fn begin(socket: &OwnedFd) -> Step<Running> {
     let mut next = || step("read the order", fds.next().ok_or_else(gone));
     let [stream, tree] = [next()?, next()?];
     const { assert!(FIXED_FDS == 2) }
+    step("be killed before the host's own", proc::yield_memory())?;
     join(&order, fds)?;
     let null = step("open /dev/null", File::options().write(true).open("/dev/null"))?;
     let null: OwnedFd = null.into();
@@ -93,7 +95,10 @@ fn begin(socket: &OwnedFd) -> Step<Running> {
     let handles = open_files.saturating_sub(room + BESIDE).saturating_sub(super::locks::MOST as u64).max(16);
     let nodes = step("look at the root", Nodes::new(root, room as usize, order.nodes))?;
     let tree = Tree::new(nodes, files, handles as usize, order.cache, order.proof.into_bytes());
-    step("start threads under the system call filter", Running::begin(tree, stream, null, filter::enter))
+    step(
+        "start threads under the system call filter",
+        Running::begin(tree, stream, null, order.io.map(Bucket::new), filter::enter),
+    )
 }
 
 /// Writes itself into every hierarchy and looks that it is there.

@@ -23,6 +23,7 @@ use std::time::{Duration, Instant};
 use fuse_backend_rs::api::server::Server;
 use fuse_backend_rs::transport::{FuseBuf, FuseDevWriter, Reader};
 
+use super::bucket::{Bucket, Cost};
 use super::locks::{Holder, Waiter, Wanted};
 use super::tree::{self, Tree};
 use crate::sys::RangeLock;
@@ -61,9 +62,12 @@ const UNREAD: Duration = Duration::from_secs(60);
 mod operation {
     pub const FORGET: u32 = 2;
     pub const READ: u32 = 15;
+    pub const WRITE: u32 = 16;
+    pub const FSYNC: u32 = 20;
     pub const GETXATTR: u32 = 22;
     pub const LISTXATTR: u32 = 23;
     pub const READDIR: u32 = 28;
+    pub const FSYNCDIR: u32 = 30;
     pub const GETLK: u32 = 31;
     pub const SETLK: u32 = 32;
     pub const SETLKW: u32 = 33;
@@ -104,6 +108,8 @@ impl End {
 struct Serving {
     tree: Arc<Tree>,
     server: Server<Arc<Tree>>,
+    /// What its guest may use in a second; `None`: no limit.
+    bucket: Option<Bucket>,
     /// Where the library writes what we send ourselves.
     null: OwnedFd,
     incoming: Mutex<Incoming>,
@@ -207,6 +213,7 @@ impl Running {
         tree: Tree,
         stream: OwnedFd,
         null: OwnedFd,
+        bucket: Option<Bucket>,
         lock_down: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<Self> {
         let stream = UnixStream::from(stream);
@@ -222,6 +229,7 @@ impl Running {
         let serving = Arc::new(Serving {
             server: Server::new(tree.clone()),
             tree,
+            bucket,
             null,
             incoming: Mutex::new(incoming),
             outgoing: Mutex::new(stream),
@@ -300,6 +308,12 @@ impl Serving {
             reply[..ANSWER_HEAD].copy_from_slice(&answer(-error, unique));
             ANSWER_HEAD
         };
+        if let Some(bucket) = &self.bucket {
+            let wait = bucket.take(self.begun.elapsed(), cost(kind, request));
+            if !wait.is_zero() {
+                std::thread::sleep(wait);
+            }
+        }
         match kind {
             HERE => return 0,
             operation::INTERRUPT => {
@@ -454,6 +468,18 @@ impl Serving {
     }
 }
 
+/// What of this host's disks a request uses.
+fn cost(kind: u32, request: &[u8]) -> Cost {
+    match kind {
+        operation::READ => {
+            Cost { bytes: u64::from(word(request, REQUEST_HEAD + 16)).min(MESSAGE as u64), operations: 0 }
+        }
+        operation::WRITE => Cost { bytes: request.len() as u64, operations: 0 },
+        operation::FSYNC | operation::FSYNCDIR => Cost { bytes: 0, operations: 1 },
+        _ => Cost::default(),
+    }
+}
+
 /// The number of an error for a guest's kernel.
 fn code(error: &io::Error) -> i32 {
     error.raw_os_error().unwrap_or(libc::EIO)
@@ -468,16 +494,21 @@ pub(super) mod tests {
     use super::super::nodes::Nodes;
     use super::super::{Cache, PROOF};
     use super::*;
+    use crate::cgroup::Io;
 
     /// A server of `root` on one end of a stream; the other end, and what waits for its end.
     pub fn serve(root: &std::path::Path, cache: Cache) -> (UnixStream, Running) {
+        serve_within(root, cache, None)
+    }
+
+    fn serve_within(root: &std::path::Path, cache: Cache, io: Option<Io>) -> (UnixStream, Running) {
         let (ours, theirs) = UnixStream::pair().expect("pair");
         let root = std::fs::File::open(root).expect("root");
         let nodes = Nodes::new(root.into(), 64, 10_000).expect("nodes");
         let files = std::fs::File::open("/proc/self/fd").expect("fds").into();
         let null = std::fs::File::options().write(true).open("/dev/null").expect("null").into();
         let tree = Tree::new(nodes, files, 64, cache, b"proof".to_vec());
-        let running = Running::begin(tree, theirs.into(), null, || Ok(())).expect("begin");
+        let running = Running::begin(tree, theirs.into(), null, io.map(Bucket::new), || Ok(())).expect("begin");
         ours.set_read_timeout(Some(Duration::from_secs(20))).expect("deadline");
         (ours, running)
     }
@@ -622,6 +653,35 @@ pub(super) mod tests {
         assert!(ask(&mut stream, 16, node, &write).0 < 0, "it was written");
         assert!(ask(&mut stream, 10, 1, name).0 < 0, "it was removed");
         assert_eq!(std::fs::read_dir(root.path()).expect("list").count(), 0);
+    }
+
+    #[test]
+    fn bytes_beyond_the_rate_take_their_time_and_names_do_not() {
+        let root = tempfile::tempdir().expect("directory");
+        std::fs::write(root.path().join("f"), vec![7; 64 << 10]).expect("file");
+        let io = Io { bytes: 256 << 10, operations: 10 };
+        let (mut stream, _running) = serve_within(root.path(), Cache::Shared, Some(io));
+        init(&mut stream);
+        let node = long(&ask(&mut stream, 1, 1, b"f\0").1, 0);
+        let (error, opened) = ask(&mut stream, 14, node, &[0; 8]);
+        assert_eq!(error, 0);
+        let began = Instant::now();
+        for _ in 0..200 {
+            assert_eq!(ask(&mut stream, 1, 1, b"f\0").0, 0);
+        }
+        assert!(began.elapsed() < Duration::from_secs(5), "names wait: {:?}", began.elapsed());
+        let read = [&opened[..8], &0_u64.to_le_bytes(), &(64_u32 << 10).to_le_bytes(), &[0; 20]].concat();
+        let began = Instant::now();
+        for _ in 0..4 {
+            assert_eq!(ask(&mut stream, operation::READ, node, &read).1.len(), 64 << 10);
+        }
+        // Four times a quarter of a second's worth, less the burst.
+        assert!(began.elapsed() >= Duration::from_millis(850), "{:?}", began.elapsed());
+        let began = Instant::now();
+        for _ in 0..10 {
+            assert_eq!(ask(&mut stream, operation::FSYNC, node, &[&opened[..8], &[0; 8]].concat()).0, 0);
+        }
+        assert!(began.elapsed() >= Duration::from_millis(850), "flushes are free: {:?}", began.elapsed());
     }
 
     #[test]
