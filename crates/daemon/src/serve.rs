@@ -20,6 +20,9 @@ use crate::{Begun, Pepod, doctor, modes, places, setup};
 /// Where `mkfs.ext4` is.
 const MKFS: [&str; 3] = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4", "/usr/bin/mkfs.ext4"];
 
+/// What we are to the kernel's killer, and the privileged side with us.
+const OOM_SCORE: &str = "-500";
+
 /// What the command line says of serving.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flags {
@@ -35,6 +38,10 @@ pub struct Flags {
 /// Whatever is not as it must be.
 pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCode> {
     log(&config.log)?;
+    // Everything of a Sandbox is marked to go first; a container that lacks the right leaves it at that.
+    if let Err(error) = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE) {
+        tracing::debug!(%error, "not protected from the kernel's killer");
+    }
     // A pipe that nobody reads must not end us, and a name in `ps` must be ours.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));
     let root = rustix::process::geteuid().is_root();

@@ -42,6 +42,10 @@ pub const PERIOD_US: u64 = 100_000;
 /// How long between two looks at a cgroup that empties.
 const LOOK: Duration = Duration::from_millis(4);
 
+/// What pepod's own processes weigh against all Sandboxes together, and the memory that is theirs whatever Sandboxes want:
+/// the unit's `MemoryMin=` is as much.
+const RESERVED: [(&str, &str); 2] = [("cpu.weight", "10000"), ("memory.min", "268435456")];
+
 /// The unit's `DelegateSubgroup=`: where pepod's own processes are below a delegated cgroup.
 const OWN_LEAF: &str = "pepod";
 
@@ -207,10 +211,18 @@ impl Hierarchies {
             })
             .map(|name| format!("+{name}"))
             .collect();
-        if wanted.is_empty() {
-            return Ok(());
+        if !wanted.is_empty() {
+            put(&handed, &wanted.join(" ")).map_err(at("hand controllers down in", &handed))?;
         }
-        put(&handed, &wanted.join(" ")).map_err(at("hand controllers down in", &handed))
+        for (file, text) in RESERVED {
+            // There where systemd made it; elsewhere our processes are in nobody's cgroup that we could weigh.
+            if let Err(error) = put(&base.join(OWN_LEAF).join(file), text)
+                && error.kind() != io::ErrorKind::NotFound
+            {
+                tracing::warn!(file, %error, "pepod's own processes have nothing reserved");
+            }
+        }
+        Ok(())
     }
 
     /// Ids of the Sandboxes that have a leaf anywhere, for that tag.
@@ -704,6 +716,8 @@ mod tests {
             (&format!("{unit}/cgroup.controllers"), "cpu memory pids"),
             (&format!("{unit}/cgroup.subtree_control"), "cpu"),
             (&format!("{unit}/{OWN_LEAF}/cgroup.procs"), ""),
+            (&format!("{unit}/{OWN_LEAF}/cpu.weight"), ""),
+            (&format!("{unit}/{OWN_LEAF}/memory.min"), ""),
         ]);
         let mounts = format!("30 20 0:1 / {} rw - cgroup2 cgroup2 rw\n", tree.path("").display());
         let base = |own: &str| Hierarchies::from_mounts(&mounts, Some(own)).expect("v2").0[0].base.clone();
@@ -717,6 +731,8 @@ mod tests {
         let all = Hierarchies::from_mounts(&mounts, Some(&ours)).expect("v2");
         all.ready().expect("ready");
         assert_eq!(tree.text(&format!("{unit}/cgroup.subtree_control")), "+memory +pids");
+        let reserved = |file: &str| tree.text(&format!("{unit}/{OWN_LEAF}/{file}"));
+        assert_eq!((reserved("cpu.weight"), reserved("memory.min")), ("10000".to_owned(), (256 << 20).to_string()));
     }
 
     #[test]

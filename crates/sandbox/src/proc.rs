@@ -12,6 +12,18 @@ use rustix::process::{Pid, PidfdFlags, Signal};
 
 use crate::id::UidBlock;
 
+/// What everything of a Sandbox is to the kernel's killer: it goes before anything of the host's own, and the largest of
+/// it, the VMM, first.
+pub const OOM_SCORE: i16 = 500;
+
+/// Makes this process, and what it starts, one that the kernel's killer takes before the host's own.
+///
+/// # Errors
+/// The kernel refuses.
+pub fn yield_memory() -> io::Result<()> {
+    fs::write("/proc/self/oom_score_adj", OOM_SCORE.to_string())
+}
+
 /// What `/proc/<pid>/stat` and `status` say of a process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Process {

@@ -21,7 +21,7 @@ use rustix::process::{Resource, Rlimit, Signal};
 use rustix::thread::{Gid, Uid};
 
 use super::Order;
-use crate::sys;
+use crate::{proc, sys};
 
 /// The longest input, bytes: a recipe with its files.
 pub(super) const INPUT: u64 = 64 << 20;
@@ -86,6 +86,7 @@ fn outer(control: &UnixStream) -> io::Result<ExitCode> {
     (&mut lines).take(6 * INPUT + 64 * 1024).read_line(&mut line)?;
     let order: Order = serde_json::from_str(&line)?;
     drop(line);
+    step("be killed before the host's own", proc::yield_memory())?;
     step("leave the mount namespace", sys::unshare(libc::CLONE_NEWNS))?;
     let private = MountPropagationFlags::PRIVATE | MountPropagationFlags::REC;
     step("make mounts private", rustix::mount::mount_change("/", private))?;

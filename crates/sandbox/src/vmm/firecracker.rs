@@ -24,6 +24,7 @@ use super::closure::Closure;
 use super::{Boot, GUEST_CID, Throttle};
 use crate::jail::{Descriptor, Entry, Filter, Limits, Spec};
 use crate::net::address::TAP;
+use crate::proc;
 
 pub mod api;
 
@@ -130,7 +131,7 @@ pub fn command(closure: &Closure, boot: &Boot, base: &Path, id: &str, console: R
         descriptors: vec![Descriptor { from: console, to: 1 }, Descriptor { from: log, to: 2 }],
         limits: Limits { file_size: boot.scratch_size.max(16 << 20), open_files: OPEN_FILES },
         filter: Filter::Official,
-        oom_score_adj: 500,
+        oom_score_adj: proc::OOM_SCORE,
         gate: None,
     }
 }

@@ -11,6 +11,7 @@ use serde_json::json;
 use super::closure::{self, Closure};
 use super::{Boot, Descriptors, Throttle, clock};
 use crate::jail::{Access, Bind, Descriptor, Entry, Filter, Limits, Spec};
+use crate::proc;
 
 /// Where QEMU finds the kernel and the initial ramdisk in its root.
 const KERNEL: &str = "/kernel";
@@ -66,7 +67,7 @@ pub fn command(closure: &Closure, boot: &Boot, descriptors: &Descriptors) -> Spe
         .collect(),
         limits: Limits { file_size: memory.max(boot.scratch_size), open_files: OPEN_FILES },
         filter: Filter::Qemu,
-        oom_score_adj: 500,
+        oom_score_adj: proc::OOM_SCORE,
         gate: descriptors.gate,
     }
 }

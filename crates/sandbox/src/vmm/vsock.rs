@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use super::GUEST_CID;
 use super::closure::Closure;
 use crate::jail::{Access, Bind, Descriptor, Entry, Filter, Limits, Spec};
+use crate::proc;
 
 /// Name of the socket for the VMM in the device's directory.
 pub const DEVICE_SOCKET: &str = "device.sock";
@@ -40,7 +41,7 @@ pub fn command(closure: &Closure, directory: PathBuf, uid: u32, log: RawFd) -> S
         descriptors: vec![Descriptor { from: log, to: 1 }, Descriptor { from: log, to: 2 }],
         limits: Limits { file_size: 0, open_files: OPEN_FILES },
         filter: Filter::VsockDevice,
-        oom_score_adj: 500,
+        oom_score_adj: proc::OOM_SCORE,
         gate: None,
     }
 }
