@@ -241,6 +241,8 @@ pub struct Config {
     pub network: NetworkConfig,
     /// Where builds get packages; `None` is the tool's own choice.
     pub mirror: Option<String>,
+    /// What all Images may take of the disk together, MiB; `None`: no limit.
+    pub images_budget_mib: Option<u64>,
     /// Workspaces.
     pub workspace: WorkspaceConfig,
     /// What of the store is kept.
@@ -394,6 +396,7 @@ const SETTINGS: &[Setting] = &[
         String::new,
     ),
     row("images.mirror", "Mirror of Debian for builds; empty: where mmdebstrap gets packages by itself.", String::new),
+    row("images.budget", "What all Images may take of the disk together; empty: no limit.", String::new),
     row("store.retention", "How long records of what has ended are kept, and events.", || "30d".into()),
     row("store.audit_retention", "How long the audit log is kept.", || "90d".into()),
     row("store.max_events", "Events that are kept at the most; the oldest go first.", || "1000000".into()),
@@ -406,6 +409,11 @@ const SETTINGS: &[Setting] = &[
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
+
+/// A size, or nothing for no limit.
+fn budget(text: &str) -> Result<Option<u64>, String> {
+    if text.is_empty() { Ok(None) } else { size_mib(text).map(Some) }
+}
 
 /// `name=/path, other=/path`.
 fn directories(text: &str) -> Result<BTreeMap<String, PathBuf>, String> {
@@ -690,13 +698,11 @@ impl Raw {
             setup_url: self.get("setup.url", url)?,
             network,
             mirror: self.get("images.mirror", mirror)?,
+            images_budget_mib: self.get("images.budget", budget)?,
             workspace: WorkspaceConfig {
                 size_mib: self.get("workspace.size", size_mib)?,
                 max_files: self.get("workspace.max_files", |text| number(text, 1024, 1_000_000_000))?,
-                budget_mib: self.get("workspace.budget", |text| match text {
-                    "" => Ok(None),
-                    text => size_mib(text).map(Some),
-                })?,
+                budget_mib: self.get("workspace.budget", budget)?,
                 directories: self.get("workspace.directories", directories)?,
             },
             retention: Retention {

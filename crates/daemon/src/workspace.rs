@@ -399,8 +399,15 @@ impl Workspaces {
                 return Err(Error::Busy(format!("{} is in use: release the Sessions that use it first", row.id)));
             }
             self.ensure(&row).await?;
-            self.0.host.volume_grow(volume(row.id), size_mib).await.map_err(busy)?;
+            // What there is room for is decided with the record; the tree follows, or the record goes back.
+            let before = row.clone();
             row.size_mib = size_mib;
+            let budget = Budget { most_mib: self.0.config.budget_mib };
+            self.0.store.write(Write::GrowWorkspace(Box::new(row.clone()), budget)).await?;
+            if let Err(error) = self.0.host.volume_grow(volume(row.id), size_mib).await {
+                self.0.store.write_later(Write::Workspace(Box::new(before))).await;
+                return Err(busy(error));
+            }
         }
         row.name = name.or(row.name);
         row.labels = labels.unwrap_or(row.labels);

@@ -125,6 +125,8 @@ impl Images {
             self.set_name(&order.name, &image.digest)?;
             return Ok((self.find(&image.digest)?, true));
         }
+        // What it will take is known at its end; what is no room for anything is known now.
+        self.check_room(1)?;
         let directory = self.workplace(&order, &inputs)?;
         let plan = directory.plan()?;
         let events_from = host.build(&plan).await?;

@@ -74,6 +74,16 @@ pub enum Error {
         /// What is wrong.
         reason: String,
     },
+    /// All Images together would take more than they may.
+    #[error("an Image of {wanted_mib} MiB has no room: Images take {used_mib} of {limit_mib} MiB (images.budget)")]
+    NoRoom {
+        /// What this one takes.
+        wanted_mib: u64,
+        /// What those that are there take.
+        used_mib: u64,
+        /// What all of them may.
+        limit_mib: u64,
+    },
     /// A file or directory refuses.
     #[error("{step}")]
     Io {
@@ -179,19 +189,22 @@ pub struct Images {
     agent: Agent,
     /// Manifests by digest: they never change, and some are long.
     known: Mutex<BTreeMap<String, Arc<Manifest>>>,
+    /// What all of them may take of the disk, MiB; `None`: no limit.
+    budget_mib: Option<u64>,
     /// One build at a time: the builder's block of uids is one.
     pub(crate) turn: tokio::sync::Mutex<()>,
 }
 
 impl Images {
-    /// Opens the instance's Images and throws away what an interrupted build left. `guest` is the guest agent's program.
+    /// Opens the instance's Images and throws away what an interrupted build left. `guest` is the guest agent's program;
+    /// all Images together take no more of the disk than `budget_mib`.
     ///
     /// # Errors
     /// [`Error::Io`].
-    pub fn open(state: &Path, guest: &Path) -> Result<Self, Error> {
+    pub fn open(state: &Path, guest: &Path, budget_mib: Option<u64>) -> Result<Self, Error> {
         let agent = Agent::read(guest).map_err(at(format!("read the guest agent {}", guest.display())))?;
-        let images =
-            Images { state: state.to_owned(), agent, known: Mutex::default(), turn: tokio::sync::Mutex::default() };
+        let (known, turn) = (Mutex::default(), tokio::sync::Mutex::default());
+        let images = Images { state: state.to_owned(), agent, known, budget_mib, turn };
         let root = images.root();
         fs::create_dir_all(root.join(NAMES)).map_err(at(format!("make {}", root.display())))?;
         let temporary = root.join(TEMPORARY);
@@ -316,10 +329,23 @@ impl Images {
         fs::rename(&part, self.root().join(NAMES).join(name)).map_err(at(step()))
     }
 
+    /// Whether one more of that size has room, bytes.
+    ///
+    /// # Errors
+    /// [`Error::NoRoom`], [`Error::Io`].
+    pub(crate) fn check_room(&self, wanted: u64) -> Result<(), Error> {
+        let Some(limit_mib) = self.budget_mib else { return Ok(()) };
+        let used: u64 = self.list()?.iter().map(|image| image.manifest.size()).sum();
+        if used.saturating_add(wanted) <= limit_mib << 20 {
+            return Ok(());
+        }
+        Err(Error::NoRoom { wanted_mib: wanted.div_ceil(1 << 20), used_mib: used.div_ceil(1 << 20), limit_mib })
+    }
+
     /// Checks what a builder handed over in `directory` and makes it an Image. The same again is the one that is there.
     ///
     /// # Errors
-    /// [`Error::Invalid`], [`Error::Io`]; the directory stays for the caller to remove.
+    /// [`Error::Invalid`], [`Error::NoRoom`], [`Error::Io`]; the directory stays for the caller to remove.
     pub(crate) fn install(&self, directory: &Path, inputs: &str) -> Result<String, Error> {
         let manifest = read_manifest(directory)?;
         if manifest.inputs != inputs {
@@ -343,6 +369,7 @@ impl Images {
         if target.join(manifest::MANIFEST).exists() {
             return Ok(digest);
         }
+        self.check_room(manifest.size())?;
         fs::rename(directory, &target).map_err(at(format!("move the image to {}", target.display())))?;
         if let Ok(root) = File::open(self.root()) {
             let _ = root.sync_all();
@@ -418,7 +445,7 @@ mod tests {
         let dir = tempfile::tempdir().expect("dir");
         let guest = dir.path().join("guest");
         fs::write(&guest, b"\x7fELF guest").expect("write");
-        let images = Images::open(dir.path(), &guest).expect("open");
+        let images = Images::open(dir.path(), &guest, None).expect("open");
         Here { dir, images }
     }
 
@@ -504,7 +531,7 @@ mod tests {
         let here = here();
         built(&here, "6.12");
         let guest = here.dir.path().join("guest");
-        let images = Images::open(here.dir.path(), &guest).expect("open");
+        let images = Images::open(here.dir.path(), &guest, None).expect("open");
         assert_eq!(fs::read_dir(here.dir.path().join("images/tmp")).expect("list").count(), 0);
         assert!(images.list().expect("list").is_empty());
     }

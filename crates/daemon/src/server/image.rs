@@ -37,6 +37,8 @@ impl From<Error> for Problem {
             }
             Error::Name { .. } => pepo_api::Error::new(ErrorCode::Invalid, text).param("name"),
             Error::InUse { .. } => pepo_api::Error::new(ErrorCode::Conflict, text),
+            Error::NoRoom { .. } => pepo_api::Error::new(ErrorCode::DiskFull, text)
+                .hint("remove what nobody needs (`pepo image gc`, `pepo image rm`), or raise images.budget"),
             _ => {
                 tracing::error!(error = text, "an Image could not be used");
                 pepo_api::Error::new(ErrorCode::Internal, text)

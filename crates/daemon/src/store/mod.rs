@@ -99,12 +99,16 @@ pub enum Error {
     #[error("the quota `{}` is used up: {} of {}", .0.name, .0.used, .0.limit)]
     Quota(pepo_api::Quota),
     /// All Workspaces together would have more than they may.
-    #[error("a Workspace of {wanted_mib} MiB has no room: {left_mib} MiB are left of what all may have")]
+    #[error(
+        "no room for {wanted_mib} MiB of Workspace: all of them have {used_mib} of {limit_mib} MiB (workspace.budget)"
+    )]
     NoRoom {
         /// What was asked for.
         wanted_mib: u64,
-        /// What there is.
-        left_mib: u64,
+        /// What the others have.
+        used_mib: u64,
+        /// What all may have.
+        limit_mib: u64,
     },
     /// No more Apps may have Workspaces.
     #[error("{0} Apps have Workspaces already, which is all that this instance has ids for")]
@@ -172,6 +176,8 @@ pub enum Write {
     NewWorkspace(Box<WorkspaceRow>, Budget),
     /// The Workspace as it is now.
     Workspace(Box<WorkspaceRow>),
+    /// The Workspace, larger than it was. Refused where there is no room.
+    GrowWorkspace(Box<WorkspaceRow>, Budget),
     /// That Workspace is gone.
     DropWorkspace(pepo_api::WorkspaceId),
     /// A command that was asked for.
@@ -577,6 +583,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::Usage(sample, purpose) => usage::sample(transaction, sample, *purpose),
         Write::NewWorkspace(row, budget) => workspace::insert(transaction, row, *budget),
         Write::Workspace(row) => workspace::update(transaction, row),
+        Write::GrowWorkspace(row, budget) => workspace::grow(transaction, row, *budget),
         Write::DropWorkspace(id) => workspace::remove(transaction, *id),
         Write::NewCommand(row) => command::insert(transaction, row),
         Write::CountedCommand(row) => {

@@ -56,18 +56,26 @@ pub struct Budget {
 /// Owners there may be: see the engine's blocks of ids.
 const OWNERS: u16 = pepo_sandbox::UidBlock::TREES;
 
-pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: Budget) -> Result<(), Error> {
-    super::quota::workspace(transaction, row.app, if row.directory.is_none() { row.size_mib } else { 0 })?;
+/// Whether all of them together may have so much more.
+fn within(transaction: &Transaction<'_>, wanted_mib: u64, budget: Budget) -> Result<(), Error> {
+    let Some(limit_mib) = budget.most_mib else { return Ok(()) };
     let used: i64 = transaction.query_row(
         "SELECT coalesce(sum(size_mib), 0) FROM workspaces WHERE directory IS NULL",
         [],
         |row| row.get(0),
     )?;
-    if row.directory.is_none()
-        && let Some(most_mib) = budget.most_mib
-        && used as u64 + row.size_mib > most_mib
-    {
-        return Err(Error::NoRoom { wanted_mib: row.size_mib, left_mib: most_mib.saturating_sub(used as u64) });
+    match used as u64 {
+        used_mib if used_mib.saturating_add(wanted_mib) > limit_mib => {
+            Err(Error::NoRoom { wanted_mib, used_mib, limit_mib })
+        }
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: Budget) -> Result<(), Error> {
+    super::quota::workspace(transaction, row.app, if row.directory.is_none() { row.size_mib } else { 0 })?;
+    if row.directory.is_none() {
+        within(transaction, row.size_mib, budget)?;
     }
     let app = row.app.to_string();
     let known: Option<i64> = transaction
@@ -90,12 +98,24 @@ pub(super) fn insert(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: 
     )
 }
 
-pub(super) fn update(transaction: &Transaction<'_>, row: &WorkspaceRow) -> Result<(), Error> {
+/// How much larger than it was it is to be.
+fn more(transaction: &Transaction<'_>, row: &WorkspaceRow) -> Result<Option<u64>, Error> {
     let has: Option<i64> = transaction
         .prepare_cached("SELECT size_mib FROM workspaces WHERE id = ?1 AND directory IS NULL")?
         .query_row([row.id.to_string()], |row| row.get(0))
         .optional()?;
-    if let Some(more) = has.and_then(|has| row.size_mib.checked_sub(has as u64)).filter(|more| *more > 0) {
+    Ok(has.and_then(|has| row.size_mib.checked_sub(has as u64)).filter(|more| *more > 0))
+}
+
+pub(super) fn grow(transaction: &Transaction<'_>, row: &WorkspaceRow, budget: Budget) -> Result<(), Error> {
+    if let Some(more) = more(transaction, row)? {
+        within(transaction, more, budget)?;
+    }
+    update(transaction, row)
+}
+
+pub(super) fn update(transaction: &Transaction<'_>, row: &WorkspaceRow) -> Result<(), Error> {
+    if let Some(more) = more(transaction, row)? {
         super::quota::workspace(transaction, row.app, more)?;
     }
     put(
@@ -263,9 +283,13 @@ mod tests {
         let taken = store.write(Write::NewWorkspace(Box::new(row(app, Some("one"), 1)), budget)).await;
         assert!(matches!(taken, Err(Error::NameTaken(name)) if name == "one"));
         let over = store.write(Write::NewWorkspace(Box::new(row(app, None, 41)), budget)).await;
-        assert!(matches!(over, Err(Error::NoRoom { wanted_mib: 41, left_mib: 40 })), "{over:?}");
-        let two = row(app, None, 40);
+        assert!(matches!(over, Err(Error::NoRoom { wanted_mib: 41, used_mib: 60, limit_mib: 100 })), "{over:?}");
+        let two = row(app, None, 30);
         store.write(Write::NewWorkspace(Box::new(two.clone()), budget)).await.expect("it fits");
+        let grown = |size_mib| Box::new(WorkspaceRow { size_mib, ..two.clone() });
+        let over = store.write(Write::GrowWorkspace(grown(41), budget)).await;
+        assert!(matches!(over, Err(Error::NoRoom { wanted_mib: 11, used_mib: 90, limit_mib: 100 })), "{over:?}");
+        store.write(Write::GrowWorkspace(grown(40), budget)).await.expect("it fits");
         let page = store.workspaces(app, None, 1).await.expect("list");
         assert_eq!(page.iter().map(|row| row.id).collect::<Vec<_>>(), [two.id]);
         let rest = store.workspaces(app, Some(two.id), 10).await.expect("list");
