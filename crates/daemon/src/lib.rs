@@ -179,10 +179,11 @@ impl Pepod {
         let vault = Vault::open(&config.places.store_directory(), store.has_secrets()?)
             .context("cannot open what secrets are sealed with")?;
         let agent = guest_agent(&config)?;
-        let images = Arc::new(Images::open(&config.places.state, &agent).context("cannot open the Images")?);
+        let images = Arc::new(
+            Images::open(&config.places.state, &agent, config.images_budget_mib).context("cannot open the Images")?,
+        );
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
-        let watched = pool.clone();
         let workspaces = Workspaces::new(store.clone(), host.clone(), config.workspace.clone());
         let (find, settings) = (finder(&images, vmm), config.sandbox.clone());
         let sessions = Sessions::new(workspaces, vault, find, settings, pool, vmm, network);
@@ -237,7 +238,7 @@ impl Pepod {
         }
         tokio::spawn(usage::run(pepod.sessions().clone()));
         let state = pepod.config().places.state.clone();
-        tokio::spawn(pressure::run(pepod.sessions().clone(), state, watched));
+        tokio::spawn(pressure::run(pepod.sessions().clone(), state));
         let forgetting = pepod.clone();
         tokio::spawn(async move { forgetting.sessions().forget(forgetting.config().retention).await });
         let stopped = pepod.until_stopped(exit_when_idle).await;

@@ -15,7 +15,6 @@ use std::time::Duration;
 
 use pepo_api::Reason;
 
-use crate::config::PoolConfig;
 use crate::session::Sessions;
 use crate::session::state::Cause;
 
@@ -23,6 +22,10 @@ use crate::session::state::Cause;
 const EVERY: Duration = Duration::from_secs(2);
 
 const GIB: u64 = 1 << 30;
+
+/// Where a test says what there is, below the state directory.
+#[cfg(feature = "fake")]
+const TOLD: &str = "told-proc";
 
 /// How short the host is.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -58,7 +61,24 @@ pub struct Readings {
 impl Readings {
     /// As it is now. What cannot be read is as if there were enough of it.
     pub fn take(state: &Path) -> Self {
-        let meminfo = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+        #[cfg(feature = "fake")]
+        if state.join(TOLD).exists() {
+            return Self::told(&state.join(TOLD));
+        }
+        Self::of(Path::new("/proc"), state)
+    }
+
+    /// What a test says in files of the kernel's form, and `disk` with what there is and what is left, in bytes.
+    #[cfg(feature = "fake")]
+    fn told(proc: &Path) -> Self {
+        let text = std::fs::read_to_string(proc.join("disk")).unwrap_or_default();
+        let mut numbers = text.split_whitespace().map(|word| word.parse().unwrap_or(0));
+        let [disk, disk_available] = [numbers.next(), numbers.next()].map(Option::unwrap_or_default);
+        Readings { disk, disk_available, ..Self::of(proc, proc) }
+    }
+
+    fn of(proc: &Path, state: &Path) -> Self {
+        let meminfo = std::fs::read_to_string(proc.join("meminfo")).unwrap_or_default();
         let field = |name: &str| {
             let line = meminfo.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
             line.and_then(|rest| rest.trim().trim_end_matches(" kB").parse::<u64>().ok()).unwrap_or(0) << 10
@@ -70,14 +90,14 @@ impl Readings {
             memory_available: field("MemAvailable"),
             disk: disk.as_ref().map_or(0, |disk| bytes(disk.f_blocks, disk.f_frsize)),
             disk_available: disk.as_ref().map_or(0, |disk| bytes(disk.f_bavail, disk.f_frsize)),
-            stalled: ["cpu", "memory", "io"].map(|what| stall(what, "some")),
-            memory_stood_still: stall("memory", "full"),
+            stalled: ["cpu", "memory", "io"].map(|what| stall(proc, what, "some")),
+            memory_stood_still: stall(proc, "memory", "full"),
         }
     }
 }
 
-fn stall(what: &str, kind: &str) -> f64 {
-    let text = std::fs::read_to_string(format!("/proc/pressure/{what}")).unwrap_or_default();
+fn stall(proc: &Path, what: &str, kind: &str) -> f64 {
+    let text = std::fs::read_to_string(proc.join("pressure").join(what)).unwrap_or_default();
     let line = text.lines().find(|line| line.starts_with(kind));
     let share =
         line.and_then(|line| line.split_whitespace().find_map(|word| word.strip_prefix("avg10=")?.parse().ok()));
@@ -134,7 +154,7 @@ pub fn level() -> u8 {
 }
 
 /// Goes on until the daemon ends.
-pub async fn run(sessions: Sessions, state: std::path::PathBuf, pool: PoolConfig) {
+pub async fn run(sessions: Sessions, state: std::path::PathBuf) {
     let mut before = Level::Calm;
     loop {
         tokio::time::sleep(EVERY).await;
@@ -145,18 +165,23 @@ pub async fn run(sessions: Sessions, state: std::path::PathBuf, pool: PoolConfig
             } else {
                 tracing::info!(level = ?now, why, "the host has more room again");
             }
-            match (before == Level::Calm, now == Level::Calm) {
-                (true, false) => sessions.pool().configure(PoolConfig::off()),
-                (false, true) => sessions.pool().configure(pool.clone()),
-                _ => {}
+            if now == Level::Calm && !sessions.is_draining() {
+                sessions.pool().open();
             }
-            sessions.refuse((now == Level::Full).then(|| why.clone()));
-            LEVEL.store(now as u8, Ordering::Relaxed);
             before = now;
         }
-        if now >= Level::Pressed
-            && let Some(session) = sessions.longest_unused()
-        {
+        sessions.refuse((now == Level::Full).then(|| why.clone()));
+        LEVEL.store(now as u8, Ordering::Relaxed);
+        if now > Level::Calm {
+            // Each time: a drain that was called off has opened it meanwhile.
+            sessions.pool().shut();
+        }
+        if now < Level::Pressed {
+            continue;
+        }
+        // What nobody asked for goes before what somebody has.
+        sessions.pool().emptied(EVERY * 5).await;
+        if let Some(session) = sessions.longest_unused() {
             tracing::warn!(session = %session.id(), why, "its Sandbox is not in use and is given back");
             let cause = Cause::told(Reason::Idle, format!("the host runs short: {why}"));
             // One that has just come into use or ended is no loss.
