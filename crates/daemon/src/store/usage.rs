@@ -358,6 +358,54 @@ mod tests {
         assert!(store.usage(Some(AppId::generate()), 0, i64::MAX, GroupBy::App).await.expect("usage").is_empty());
     }
 
+    /// Looks at three Sandboxes of two users: which one, how much later, and what its counters moved by.
+    async fn any_use_adds_up(looks: Vec<(usize, i64, u64)>, cuts: Vec<i64>) {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("pepo.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let began = super::super::millis(jiff::Timestamp::now());
+        let mut sandboxes = Vec::new();
+        for user in ["a", "b", "a"] {
+            sandboxes.push((claimed(&store, app, user).await.0, 0));
+        }
+        let mut at = began;
+        for (which, later, more) in looks {
+            at += later;
+            let (sandbox, cpu_us) = &mut sandboxes[which];
+            *cpu_us += more;
+            store.write_later(Write::Usage(look(*sandbox, at, *cpu_us), Purpose::Look)).await;
+        }
+        let used: u64 = sandboxes.iter().map(|(_, cpu_us)| cpu_us).sum();
+        store.write(Write::Usage(look(sandboxes[0].0, at, sandboxes[0].1), Purpose::End)).await.expect("end");
+        let total = sum(&store.usage(None, 0, i64::MAX, GroupBy::All).await.expect("usage"));
+        assert_eq!((total.cpu_us, total.read_bytes, total.activations), (used, used, 3));
+        for by in [GroupBy::App, GroupBy::Session, GroupBy::Day, GroupBy::Label("user".into())] {
+            let parts = store.usage(None, 0, i64::MAX, by.clone()).await.expect("usage");
+            assert_eq!(sum(&parts), total, "{by:?}");
+        }
+        let mut times: Vec<i64> = cuts.into_iter().map(|cut| began + cut).collect();
+        times.sort_unstable();
+        let (mut whole, mut from) = (Amounts::default(), 0);
+        for to in times.into_iter().chain([i64::MAX]) {
+            whole += sum(&store.usage(None, from, to, GroupBy::Session).await.expect("usage"));
+            from = to;
+        }
+        assert_eq!(whole, total, "parts of the time are not the whole");
+    }
+
+    proptest::proptest! {
+        #![proptest_config(proptest::prelude::ProptestConfig::with_cases(12))]
+
+        #[test]
+        fn whatever_is_used_the_parts_are_the_whole(
+            looks in proptest::collection::vec((0_usize..3, 0_i64..900_000, 0_u64..5_000_000), 1..60),
+            cuts in proptest::collection::vec(0_i64..40_000_000, 0..5),
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+            runtime.block_on(any_use_adds_up(looks, cuts));
+        }
+    }
+
     #[tokio::test]
     async fn what_a_crash_left_open_is_closed_where_it_was_last_seen() {
         let directory = tempfile::tempdir().expect("directory");
