@@ -47,6 +47,15 @@ pub struct ShowUsage {
     pub group_by: Option<String>,
 }
 
+/// Of `doctor`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ShowDoctor {
+    /// Whether a Sandbox is made to measure how much slower a loop runs inside than outside. It takes a start's time, once.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub measure: bool,
+}
+
 /// Of `session_services`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]

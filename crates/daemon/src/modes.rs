@@ -222,6 +222,8 @@ pub fn doctor(config: &Config, seen: &Seen, print: Print) -> anyhow::Result<Exit
     let mut checks = doctor::root(config, seen);
     checks.extend(doctor::network(config, &network_works(&config.network)));
     checks.extend(doctor::anybody(config));
+    checks.push(doctor::holds(&config.sandbox));
+    checks.push(doctor::slowdown(Err("no daemon runs here that could make a Sandbox".into())));
     let bad = checks.iter().any(|check| check.severity == Severity::Error);
     match print {
         Print::Json => say_json(&DoctorReport { checks })?,

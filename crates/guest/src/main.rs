@@ -68,6 +68,12 @@ fn on_host() -> Result<(), Box<dyn std::error::Error>> {
                 rustix::io::write(rustix::stdio::stdout(), format!("pepo-guest {BUILD}\n").as_bytes())?;
                 return Ok(());
             }
+            // What a host compares itself with: in a guest the agent's program is started so, as any other.
+            Long("spin") => {
+                let took = pepo_proto::measure::spin(arguments.value()?.parse()?);
+                rustix::io::write(rustix::stdio::stdout(), format!("{}\n", took.as_nanos()).as_bytes())?;
+                return Ok(());
+            }
             _ => return Err(argument.unexpected().into()),
         }
     }

@@ -19,14 +19,15 @@
 #![forbid(unsafe_code)]
 
 mod frame;
+pub mod measure;
 mod message;
 mod op;
 
 pub use frame::{Channel, Error, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, data_head};
 pub use message::{
     Activate, Attach, Cancel, Cause, Dial, EntryKind, Event, Exec, Failure, FailureCode, FileStat, Hello, HelloReply,
-    Keep, Leave, List, Make, MakeKind, Network, OpState, OpSummary, Operation, Outcome, Process, PtySize, Read, Remove,
-    Rename, Request, Resize, Share, Signal, Stat, Stats, TarIn, TarOut, Variable, Watch, WatchKind, Write,
+    Keep, Leave, Limits, List, Make, MakeKind, Network, OpState, OpSummary, Operation, Outcome, Process, PtySize, Read,
+    Remove, Rename, Request, Resize, Share, Signal, Stat, Stats, TarIn, TarOut, Variable, Watch, WatchKind, Write,
 };
 pub use op::OpId;
 

@@ -13,8 +13,8 @@ use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
     ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, ListWorkspaces, RemoveApp,
-    RemoveWorkspace, ShowCommand, ShowConsole, ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath, WriteFile,
-    WriteStdin,
+    RemoveWorkspace, ShowCommand, ShowConsole, ShowDoctor, ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath,
+    WriteFile, WriteStdin,
 };
 use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
@@ -434,6 +434,12 @@ impl Client {
     /// Looks at the host.
     pub async fn doctor(&self) -> Result<DoctorReport, ClientError> {
         self.json(self.request(&route::doctor, &[])?.waiting(60)).await
+    }
+
+    /// Looks at the host, and measures in a Sandbox how much slower it is there.
+    pub async fn doctor_measured(&self) -> Result<DoctorReport, ClientError> {
+        let call = self.request(&route::doctor, &[])?.with_query(&ShowDoctor { measure: true })?;
+        self.json(call.waiting(180)).await
     }
 
     /// Removes what nobody owns.

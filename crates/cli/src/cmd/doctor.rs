@@ -13,12 +13,17 @@ pub struct Doctor {
     /// Print JSON
     #[arg(long)]
     json: bool,
+    /// Make no Sandbox to measure how much slower it is in there
+    #[arg(long)]
+    quick: bool,
 }
 
 impl Doctor {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let instance = place.local("doctor")?;
-        let report: DoctorReport = match instance.client().doctor().await {
+        let client = instance.client();
+        let asked = if self.quick { client.doctor().await } else { client.doctor_measured().await };
+        let report: DoctorReport = match asked {
             Ok(report) => report,
             Err(ClientError::NoDaemon { .. }) => tool::ask(&instance, &["doctor", "--json"]).await?,
             Err(error) => return Err(error.into()),

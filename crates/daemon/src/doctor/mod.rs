@@ -13,11 +13,12 @@ use pepo_sandbox::vmm::probe::{Choice, Hardware};
 use pepo_sandbox::{Vmm, chain, registry, sys};
 
 use self::host::{Purpose, Root};
-use crate::capacity::{Budget, Load};
-use crate::config::{Config, NetworkUse, PoolShape, VmmChoice};
+use crate::capacity::{Budget, Load, OVERHEAD_MIB};
+use crate::config::{Config, NetworkUse, PoolShape, SandboxConfig, VmmChoice, cores};
 use crate::{accounts, pool, setup};
 
 pub mod host;
+pub mod measure;
 
 /// Descriptors that a hundred Sandboxes with their callers need.
 const NOFILE: u64 = 4096;
@@ -395,6 +396,56 @@ pub fn capacity(budget: &Budget, load: &Load) -> Check {
     wrong("capacity", Severity::Warning, format!("{found}; {waiting} requests wait for room"), fix)
 }
 
+/// How many Sandboxes of the usual shape there may be at once, and what keeps it from being more.
+pub fn holds(sandbox: &SandboxConfig) -> Check {
+    let SandboxConfig { cpus, memory_mib, disk_mib, budget, .. } = sandbox;
+    let memory = u64::from(*memory_mib) + OVERHEAD_MIB;
+    let each = [
+        (budget.places, format!("sandbox.max, {}", budget.places)),
+        (
+            budget.memory_mib / memory,
+            format!("sandbox.memory_budget, {} MiB, of which one takes {memory}", budget.memory_mib),
+        ),
+        (
+            budget.cpus / u64::from(*cpus),
+            format!("sandbox.cpu_overcommit, {} virtual processors on {} real ones", budget.cpus, cores()),
+        ),
+        (
+            budget.disk_mib / u64::from(*disk_mib),
+            format!("sandbox.disk_budget, {} MiB of scratch disks if all were full", budget.disk_mib),
+        ),
+    ];
+    let shape = format!("{cpus} cpus, {memory_mib} MiB, {disk_mib} MiB of disk");
+    match each.into_iter().min_by_key(|(count, _)| *count) {
+        Some((count, limit)) if count > 0 => {
+            check("sandboxes", Severity::Ok, format!("this host holds {count} of the usual shape ({shape}): {limit}"))
+        }
+        limit => wrong(
+            "sandboxes",
+            Severity::Error,
+            format!(
+                "this host holds none of the usual shape ({shape}): {}",
+                limit.map(|(_, limit)| limit).unwrap_or_default()
+            ),
+            "make the usual shape smaller, or raise what is named",
+        ),
+    }
+}
+
+/// How much slower a loop runs inside than outside, where it was looked at.
+pub fn slowdown(measured: Result<f64, String>) -> Check {
+    match measured {
+        Ok(ratio) => check(
+            "slowdown",
+            Severity::Ok,
+            format!("a loop of arithmetic takes {ratio:.1} times as long inside as outside (measured)"),
+        ),
+        Err(why) => {
+            check("slowdown", Severity::Info, format!("how much slower a loop runs inside was not measured: {why}"))
+        }
+    }
+}
+
 /// How each shape of the pool stands.
 pub fn pool(shapes: &[pool::Status]) -> Vec<Check> {
     if shapes.is_empty() {
@@ -427,4 +478,39 @@ pub fn debts(owed: &BTreeMap<SandboxId, String>) -> Check {
     }
     let list: Vec<_> = owed.iter().map(|(id, what)| format!("{id}: {what}")).collect();
     wrong("leftovers", Severity::Warning, list.join("; "), "pepod goes on trying; `pepo sweep` tries now")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Typed;
+
+    #[test]
+    fn what_limits_the_number_of_sandboxes_is_named() {
+        let holds = |flags: &[(&str, &str)]| {
+            let flags = flags.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect();
+            holds(&Config::read(&Typed { flags, ..Typed::default() }).expect("settings").sandbox).found
+        };
+        let roomy =
+            [("sandbox.memory_budget", "1t"), ("sandbox.cpu_overcommit", "1024"), ("sandbox.disk_budget", "1t")];
+        let with = |more: &[(&'static str, &'static str)]| [&roomy[..], more].concat();
+        assert_eq!(
+            holds(&with(&[("sandbox.max", "7")])),
+            "this host holds 7 of the usual shape (1 cpus, 512 MiB, 2048 MiB of disk): sandbox.max, 7"
+        );
+        let memory = holds(&with(&[("sandbox.memory_budget", "2000")]));
+        assert!(memory.starts_with("this host holds 3 ") && memory.contains("of which one takes 640"), "{memory}");
+        let disk = holds(&with(&[("sandbox.disk_budget", "5g")]));
+        assert!(disk.starts_with("this host holds 2 ") && disk.contains("sandbox.disk_budget"), "{disk}");
+        let cpus = holds(&with(&[("sandbox.cpu_overcommit", "1"), ("sandbox.cpus", "64"), ("sandbox.max", "9")]));
+        assert!(cpus.contains("holds none") || cores() >= 64, "{cpus}");
+    }
+
+    #[test]
+    fn a_slowdown_is_a_number_or_a_reason() {
+        assert!(slowdown(Ok(12.34)).found.contains("12.3 times as long inside"));
+        let check = slowdown(Err("no daemon runs".into()));
+        assert_eq!(check.severity, Severity::Info);
+        assert!(check.found.ends_with("was not measured: no daemon runs"));
+    }
 }

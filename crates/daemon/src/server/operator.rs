@@ -6,7 +6,7 @@ use axum::extract::State;
 use axum::response::{IntoResponse, Response};
 use bytes::Bytes;
 use http::{StatusCode, header};
-use pepo_api::query::ShowEdgeState;
+use pepo_api::query::{ShowDoctor, ShowEdgeState};
 use pepo_api::{
     ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, ErrorCode, Health, OPENAPI, REFERENCE,
     REFERENCE_POLICY, SweepReport, SweepRequest, route,
@@ -53,7 +53,7 @@ pub fn shown(config: &crate::config::Config) -> ConfigShown {
     ConfigShown { settings }
 }
 
-async fn doctor(State(pepod): State<Pepod>) -> Response {
+async fn doctor(State(pepod): State<Pepod>, Query(query): Query<ShowDoctor>) -> Response {
     let mut checks = pepod.seen_as_root().to_vec();
     let looking = {
         let config = pepod.config().clone();
@@ -64,6 +64,10 @@ async fn doctor(State(pepod): State<Pepod>) -> Response {
     checks.push(crate::doctor::capacity(capacity.budget(), &capacity.load()));
     checks.extend(crate::doctor::pool(&pepod.sessions().pool().status()));
     checks.push(crate::doctor::debts(&pepod.sessions().owed()));
+    checks.push(crate::doctor::holds(pepod.sessions().config()));
+    if query.measure {
+        checks.push(crate::doctor::slowdown(crate::doctor::measure::slowdown(pepod.sessions()).await));
+    }
     axum::Json(DoctorReport { checks }).into_response()
 }
 

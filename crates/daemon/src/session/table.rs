@@ -179,6 +179,11 @@ impl Sessions {
         &self.0.config
     }
 
+    /// What runs them.
+    pub fn vmm(&self) -> Vmm {
+        self.0.vmm
+    }
+
     /// The Workspaces that they use.
     pub fn workspaces(&self) -> &Workspaces {
         &self.0.workspaces
