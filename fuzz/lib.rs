@@ -131,7 +131,7 @@ fn asked(byte: u8) -> Operation {
     let path = || "/f".to_owned();
     let exec = |stdin, pty| {
         let (argv, env, cwd, user, shell) = (vec!["true".into()], vec![], None, None, None);
-        Operation::Exec(Exec { argv, env, cwd, user, stdin, pty, timeout_ms: 0, detached: false, shell })
+        Operation::Exec(Exec { argv, env, cwd, user, stdin, pty, timeout_ms: 0, detached: false, shell, limits: None })
     };
     let attach =
         |from, input| Operation::Attach(Attach { target: OpId([2; 16]), from, input, keep_input: true, sole: None });

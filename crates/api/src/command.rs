@@ -57,6 +57,25 @@ pub struct CreateCommand {
     /// Whether it counts as activity. True where absent.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keeps_alive: Option<bool>,
+    /// What all its processes may have together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<CommandLimits>,
+}
+
+/// What the processes of a command may have together, within what its Session has. What is absent is not limited.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct CommandLimits {
+    /// Memory, at least 4: past it the command is killed, with reason `out_of_memory`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub memory_mib: Option<u32>,
+    /// Processes and threads.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pids: Option<u32>,
+    /// Processor time, in hundredths of a processor: 50 is half of one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub cpu_percent: Option<u32>,
 }
 
 fn is_false(value: &bool) -> bool {
@@ -172,6 +191,9 @@ pub struct Command {
     pub shell: Option<String>,
     /// What becomes of it when its caller goes away.
     pub on_disconnect: OnDisconnect,
+    /// What its processes may have together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<CommandLimits>,
     /// Whether it has a terminal.
     pub pty: bool,
     /// When it was started.

@@ -33,8 +33,8 @@ pub use app::{
     RotateKey, UpdateApp,
 };
 pub use command::{
-    AttachControl, Command, CommandEnd, CommandRole, CommandState, CreateCommand, OnDisconnect, Output, PtySize,
-    SendSignal, StdinAnswer, StreamEvent, Text,
+    AttachControl, Command, CommandEnd, CommandLimits, CommandRole, CommandState, CreateCommand, OnDisconnect, Output,
+    PtySize, SendSignal, StdinAnswer, StreamEvent, Text,
 };
 pub use document::{OPENAPI, REFERENCE, REFERENCE_POLICY};
 pub use error::{Ended, Error, ErrorBody, ErrorCode, Quota};

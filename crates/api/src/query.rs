@@ -49,6 +49,7 @@ pub struct ShowUsage {
 
 /// Of `doctor`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
 #[serde(deny_unknown_fields)]
 pub struct ShowDoctor {
     /// Whether a Sandbox is made to measure how much slower a loop runs inside than outside. It takes a start's time, once.

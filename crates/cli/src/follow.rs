@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use pepo_api::client::{AttachEvent, AttachInput, Attachment, Client, ClientError, Input};
-use pepo_api::{Command, CommandEnd, CommandId, Reason, SendSignal};
+use pepo_api::{Command, CommandEnd, CommandId, CommandLimits, Reason, SendSignal};
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{mpsc, oneshot};
 
@@ -325,7 +325,7 @@ impl Keys {
 /// The exit code for a command's end, with its cause on standard error where the code alone does not tell.
 pub fn exit_code(command: &Command, memory_mib: Option<u32>) -> u8 {
     let Some(end) = &command.end else { return 125 };
-    if let Some(cause) = cause(end, memory_mib) {
+    if let Some(cause) = cause(end, memory_mib, command.limits) {
         note(cause);
     }
     code(end)
@@ -341,7 +341,8 @@ fn code(end: &CommandEnd) -> u8 {
     }
 }
 
-fn cause(end: &CommandEnd, memory_mib: Option<u32>) -> Option<String> {
+fn cause(end: &CommandEnd, memory_mib: Option<u32>, limits: Option<CommandLimits>) -> Option<String> {
+    let more = |mib: u32| crate::render::mebibytes(mib.saturating_mul(2).next_power_of_two());
     match end.reason {
         Reason::Exit => None,
         // A shell is silent about its own SIGINT and SIGPIPE, and loud about crashes.
@@ -353,12 +354,12 @@ fn cause(end: &CommandEnd, memory_mib: Option<u32>) -> Option<String> {
         },
         Reason::Timeout => Some("killed: its time was over".into()),
         Reason::Killed => Some("killed".into()),
-        Reason::OutOfMemory => Some(match memory_mib {
-            Some(mib) => format!(
-                "killed: out of memory (limit {mib} MiB); try --memory {}",
-                crate::render::mebibytes(mib.saturating_mul(2).next_power_of_two())
-            ),
-            None => "killed: out of memory; try a Session with more --memory".into(),
+        Reason::OutOfMemory => Some(match (limits.and_then(|limits| limits.memory_mib), memory_mib) {
+            (Some(mib), _) => {
+                format!("killed: out of memory (limit {mib} MiB of the command); try --limit memory={}", more(mib))
+            }
+            (None, Some(mib)) => format!("killed: out of memory (limit {mib} MiB); try --memory {}", more(mib)),
+            (None, None) => "killed: out of memory; try a Session with more --memory".into(),
         }),
         other => Some(format!("killed: {}", fail::reason(other))),
     }
@@ -394,17 +395,32 @@ mod tests {
         let exit = |code| CommandEnd { exit_code: Some(code), ..end(Reason::Exit) };
         assert_eq!([0, 3, 255].map(|c| code(&exit(c))), [0, 3, 255]);
         let signal = CommandEnd { signal: Some("SIGSEGV".into()), signal_number: Some(11), ..end(Reason::Signal) };
-        assert_eq!((code(&signal), cause(&signal, None).as_deref()), (139, Some("ended by SIGSEGV")));
+        assert_eq!((code(&signal), cause(&signal, None, None).as_deref()), (139, Some("ended by SIGSEGV")));
         assert_eq!((code(&end(Reason::Timeout)), code(&end(Reason::Killed))), (124, 137));
         let panic = end(Reason::GuestPanic);
-        assert_eq!((code(&panic), cause(&panic, None).as_deref()), (137, Some("killed: the guest's kernel panicked")));
+        assert_eq!(
+            (code(&panic), cause(&panic, None, None).as_deref()),
+            (137, Some("killed: the guest's kernel panicked"))
+        );
     }
 
     #[test]
     fn running_out_of_memory_says_what_to_try() {
         let oom = end(Reason::OutOfMemory);
-        assert_eq!(cause(&oom, Some(512)).as_deref(), Some("killed: out of memory (limit 512 MiB); try --memory 1G"));
+        assert_eq!(
+            cause(&oom, Some(512), None).as_deref(),
+            Some("killed: out of memory (limit 512 MiB); try --memory 1G")
+        );
         assert_eq!(code(&oom), 137);
+    }
+
+    #[test]
+    fn a_commands_own_limit_is_named_as_its_own() {
+        let limits = CommandLimits { memory_mib: Some(64), ..CommandLimits::default() };
+        assert_eq!(
+            cause(&end(Reason::OutOfMemory), Some(512), Some(limits)).as_deref(),
+            Some("killed: out of memory (limit 64 MiB of the command); try --limit memory=128M")
+        );
     }
 
     #[test]

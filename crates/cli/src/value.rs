@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use pepo_api::{NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec, WorkspaceChoice, WorkspaceMode};
+use pepo_api::{CommandLimits, NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec, WorkspaceChoice, WorkspaceMode};
 
 /// A size in MiB: a bare number, or `512m`, `2G`, `1T` (powers of 1024).
 pub fn mebibytes(text: &str) -> Result<u32, String> {
@@ -52,6 +52,37 @@ pub fn seconds(text: &str) -> Result<u64, String> {
         rest = &rest[digits + letters..];
     }
     if text.is_empty() { Err(wrong()) } else { Ok(total) }
+}
+
+/// `--limit`: `memory=256m,pids=64,cpus=0.5`, each at most once.
+pub fn limits(text: &str) -> Result<CommandLimits, String> {
+    let mut limits = CommandLimits::default();
+    for part in text.split(',') {
+        let (name, value) = part.split_once('=').unwrap_or((part, ""));
+        let whole = |what: &str| value.parse::<u32>().map_err(|_| format!("{what}=`{value}` is not a number"));
+        let (slot, number) = match name {
+            "memory" => (&mut limits.memory_mib, mebibytes(value)?),
+            "pids" => (&mut limits.pids, whole("pids")?),
+            "cpus" => (&mut limits.cpu_percent, hundredths(value)?),
+            _ => return Err(format!("`{name}` is no limit: memory=SIZE, pids=N, cpus=N")),
+        };
+        if slot.replace(number).is_some() {
+            return Err(format!("`{name}` is there twice"));
+        }
+    }
+    Ok(limits)
+}
+
+/// A number with at most two digits behind its point, in hundredths.
+fn hundredths(text: &str) -> Result<u32, String> {
+    let wrong = || format!("cpus=`{text}` is not a number of processors: 1, 0.5, 1.25");
+    let (whole, part) = text.split_once('.').unwrap_or((text, ""));
+    let digits = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit());
+    if whole.is_empty() || part.len() > 2 || !digits(whole) || !digits(part) {
+        return Err(wrong());
+    }
+    let all = format!("{whole}{part:0<2}");
+    all.parse().map_err(|_| wrong())
 }
 
 /// `NAME=VALUE`, or `NAME` alone for the caller's own value; `None` when that is not set.
@@ -236,6 +267,22 @@ pub fn place(text: &str) -> Result<Place, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn limits_of_a_command() {
+        let wanted = CommandLimits { memory_mib: Some(256), pids: Some(64), cpu_percent: Some(50) };
+        assert_eq!(limits("memory=256m,pids=64,cpus=0.5"), Ok(wanted));
+        for (text, percent) in [("cpus=2", 200), ("cpus=1.25", 125), ("cpus=0.05", 5)] {
+            assert_eq!(limits(text), Ok(CommandLimits { cpu_percent: Some(percent), ..CommandLimits::default() }));
+        }
+        let wrong = |t| limits(t).unwrap_err();
+        assert_eq!(wrong("disk=1"), "`disk` is no limit: memory=SIZE, pids=N, cpus=N");
+        assert_eq!(wrong("pids=x"), "pids=`x` is not a number");
+        assert_eq!(wrong("pids=1,pids=2"), "`pids` is there twice");
+        for text in ["", "memory", "cpus=", "cpus=.5", "cpus=1.234", "cpus=-1", "memory=0"] {
+            assert!(limits(text).is_err(), "{text}");
+        }
+    }
 
     #[test]
     fn sizes() {

@@ -45,31 +45,90 @@ fn seconds() -> Histogram {
     Histogram::new(exponential_buckets(0.001, 2.0, 17))
 }
 
-/// All that is counted.
-pub struct Metrics {
-    registry: Registry,
-    requests: Family<Two, Counter>,
-    request_seconds: Family<One, Histogram, Seconds>,
-    activations: Family<One, Counter>,
-    step_seconds: Family<One, Histogram, Seconds>,
-    sandbox_ends: Family<One, Counter>,
-    command_ends: Family<One, Counter>,
-    sandbox_cpu: Counter<f64, AtomicU64>,
-    sessions: Family<One, Gauge>,
-    commands: Gauge,
-    sandboxes: Gauge,
-    sandbox_memory: Gauge,
-    sandbox_disk: Gauge,
-    pool_ready: Gauge,
-    owed: Gauge,
-    memory_available: Gauge,
-    disk_available: Gauge,
-    stall: Family<One, Gauge<f64, AtomicU64>>,
-    pressure: Gauge,
+/// All that is counted: a field, what it is made of, its name for Prometheus, its line of help.
+macro_rules! metrics {
+    ($($field:ident: $kind:ty = $make:expr, $name:literal, $help:literal;)*) => {
+        /// All that is counted.
+        pub struct Metrics {
+            registry: Registry,
+            $($field: $kind,)*
+        }
+
+        impl Metrics {
+            fn bare() -> Self {
+                let mut registry = Registry::with_prefix("pepo");
+                registry.register("build", "What runs here", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
+                $(let $field: $kind = $make; registry.register($name, $help, $field.clone());)*
+                Metrics { registry, $($field,)* }
+            }
+        }
+    };
+}
+
+metrics! {
+    requests: Family<Two, Counter> = Family::default(),
+        "requests", "Requests answered, by route and class of status";
+    request_seconds: Family<One, Histogram, Seconds> = Family::new_with_constructor(seconds),
+        "request_seconds", "Until the head of the answer, by route; what waits for a command's end waits in here";
+    activations: Family<One, Counter> = Family::default(),
+        "activations", "Sandboxes made for Sessions, by outcome";
+    step_seconds: Family<One, Histogram, Seconds> = Family::new_with_constructor(seconds),
+        "activation_step_seconds", "Steps of making a Sandbox";
+    command_seconds: Family<One, Histogram, Seconds> = Family::new_with_constructor(seconds),
+        "command_step_seconds", "Steps of a command: until its Sandbox serves, until it runs, until it has ended";
+    sandbox_ends: Family<One, Counter> = Family::default(),
+        "sandbox_ends", "Ends of Sandboxes that were Sessions', by cause";
+    command_ends: Family<One, Counter> = Family::default(),
+        "command_ends", "Ends of commands, by reason";
+    sandbox_cpu: Counter<f64, AtomicU64> = Counter::default(),
+        "sandbox_cpu_seconds", "Processor time that Sandboxes used on the host";
+    sessions: Family<One, Gauge> = Family::default(),
+        "sessions", "Sessions that have not ended, by state";
+    commands: Gauge = Gauge::default(),
+        "commands_running", "Commands that run, without Services";
+    sandboxes: Gauge = Gauge::default(),
+        "sandboxes", "Sandboxes that serve a Session";
+    sandbox_memory: Gauge = Gauge::default(),
+        "sandbox_memory_bytes", "Memory of their processes on the host";
+    sandbox_disk: Gauge = Gauge::default(),
+        "sandbox_disk_bytes", "What their scratch disks take";
+    pool_ready: Gauge = Gauge::default(),
+        "pool_ready", "Sandboxes that wait ready";
+    owed: Gauge = Gauge::default(),
+        "cleanup_owed", "Sandboxes that have not given everything back";
+    memory_available: Gauge = Gauge::default(),
+        "host_memory_available_bytes", "Memory the host could give";
+    disk_available: Gauge = Gauge::default(),
+        "host_disk_available_bytes", "Room for the state directory";
+    stall: Family<One, Gauge<f64, AtomicU64>> = Family::default(),
+        "host_stalled_ratio", "Share of the last 10 s in which something waited for it";
+    pressure: Gauge = Gauge::default(),
+        "pressure_level", "0 none, 1 pool given up, 2 idle released, 3 new refused";
 }
 
 /// The process's own.
 pub static METRICS: LazyLock<Metrics> = LazyLock::new(Metrics::new);
+
+/// Where a command's time goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CommandStep {
+    /// Until the Sandbox of its Session serves.
+    Sandbox,
+    /// From then until its program runs.
+    Start,
+    /// From then until it has ended.
+    Run,
+}
+
+impl CommandStep {
+    fn as_str(self) -> &'static str {
+        match self {
+            CommandStep::Sandbox => "sandbox",
+            CommandStep::Start => "start",
+            CommandStep::Run => "run",
+        }
+    }
+}
 
 /// Words of the closed sets.
 const OUTCOMES: [&str; 2] = ["ok", "failed"];
@@ -118,76 +177,9 @@ fn reason(reason: Reason) -> &'static str {
 }
 
 impl Metrics {
+    /// With every word of the sets that are small: what never happened is zero, and not absent.
     fn new() -> Self {
-        let mut registry = Registry::with_prefix("pepo");
-        let metrics = Metrics {
-            requests: Family::default(),
-            request_seconds: Family::new_with_constructor(seconds),
-            activations: Family::default(),
-            step_seconds: Family::new_with_constructor(seconds),
-            sandbox_ends: Family::default(),
-            command_ends: Family::default(),
-            sandbox_cpu: Counter::default(),
-            sessions: Family::default(),
-            commands: Gauge::default(),
-            sandboxes: Gauge::default(),
-            sandbox_memory: Gauge::default(),
-            sandbox_disk: Gauge::default(),
-            pool_ready: Gauge::default(),
-            owed: Gauge::default(),
-            memory_available: Gauge::default(),
-            disk_available: Gauge::default(),
-            stall: Family::default(),
-            pressure: Gauge::default(),
-            registry: Registry::default(),
-        };
-        registry.register("build", "What runs here", Info::new([("version", env!("CARGO_PKG_VERSION"))]));
-        registry.register("requests", "Requests answered, by route and class of status", metrics.requests.clone());
-        registry.register(
-            "request_seconds",
-            "Until the head of the answer, by route; what waits for a command's end waits in here",
-            metrics.request_seconds.clone(),
-        );
-        registry.register("activations", "Sandboxes made for Sessions, by outcome", metrics.activations.clone());
-        registry.register("activation_step_seconds", "Steps of making a Sandbox", metrics.step_seconds.clone());
-        registry.register(
-            "sandbox_ends",
-            "Ends of Sandboxes that were Sessions', by cause",
-            metrics.sandbox_ends.clone(),
-        );
-        registry.register("command_ends", "Ends of commands, by reason", metrics.command_ends.clone());
-        registry.register(
-            "sandbox_cpu_seconds",
-            "Processor time that Sandboxes used on the host",
-            metrics.sandbox_cpu.clone(),
-        );
-        registry.register("sessions", "Sessions that have not ended, by state", metrics.sessions.clone());
-        registry.register("commands_running", "Commands that run, without Services", metrics.commands.clone());
-        registry.register("sandboxes", "Sandboxes that serve a Session", metrics.sandboxes.clone());
-        registry.register(
-            "sandbox_memory_bytes",
-            "Memory of their processes on the host",
-            metrics.sandbox_memory.clone(),
-        );
-        registry.register("sandbox_disk_bytes", "What their scratch disks take", metrics.sandbox_disk.clone());
-        registry.register("pool_ready", "Sandboxes that wait ready", metrics.pool_ready.clone());
-        registry.register("cleanup_owed", "Sandboxes that have not given everything back", metrics.owed.clone());
-        registry.register(
-            "host_memory_available_bytes",
-            "Memory the host could give",
-            metrics.memory_available.clone(),
-        );
-        registry.register("host_disk_available_bytes", "Room for the state directory", metrics.disk_available.clone());
-        registry.register(
-            "host_stalled_ratio",
-            "Share of the last 10 s in which something waited for it",
-            metrics.stall.clone(),
-        );
-        registry.register(
-            "pressure_level",
-            "0 none, 1 pool given up, 2 idle released, 3 new refused",
-            metrics.pressure.clone(),
-        );
+        let metrics = Self::bare();
         for outcome in OUTCOMES {
             let _ = metrics.activations.get_or_create(&[("outcome", outcome)]);
         }
@@ -202,7 +194,7 @@ impl Metrics {
         for end in [Reason::Exit, Reason::Signal, Reason::Timeout, Reason::Killed, Reason::OutOfMemory] {
             let _ = metrics.command_ends.get_or_create(&[("reason", reason(end))]);
         }
-        Metrics { registry, ..metrics }
+        metrics
     }
 
     /// A request was answered.
@@ -234,6 +226,11 @@ impl Metrics {
     /// A Session's Sandbox ended.
     pub fn sandbox_ended(&self, cause: Reason) {
         self.sandbox_ends.get_or_create(&[("cause", reason(cause))]).inc();
+    }
+
+    /// A command came through a step.
+    pub fn command_step(&self, step: CommandStep, took: Duration) {
+        self.command_seconds.get_or_create(&[("step", step.as_str())]).observe(took.as_secs_f64());
     }
 
     /// A command ended.

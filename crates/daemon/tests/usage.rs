@@ -121,7 +121,7 @@ async fn metrics_are_all_set_and_bounded() {
     let (head, text) = answer.split_once("\r\n\r\n").expect("an answer");
     assert!(head.starts_with("HTTP/1.1 200") && head.to_lowercase().contains("openmetrics"), "{head}");
     let names: Vec<&str> = text.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).collect();
-    assert!(names.len() >= 19, "{names:?}");
+    assert!(names.len() >= 20, "{names:?}");
     for name in names {
         let set = text.lines().any(|line| !line.starts_with('#') && line.starts_with(name));
         assert!(set, "{name} is never set:\n{text}");
@@ -134,6 +134,9 @@ async fn metrics_are_all_set_and_bounded() {
     assert_eq!(value("pepo_sessions{state=\"active\"}"), 2.0);
     assert_eq!(value("pepo_command_ends_total{reason=\"exit\"}"), 3.0);
     assert_eq!(value("pepo_sandbox_ends_total{cause=\"operator\"}"), 1.0);
+    for step in ["sandbox", "start", "run"] {
+        assert_eq!(value(&format!("pepo_command_step_seconds_count{{step=\"{step}\"}}")), 3.0, "{step}");
+    }
     assert!(value("pepo_requests_total{route=\"command_create\",status=\"2xx\"}") >= 3.0);
     assert!(value("pepo_host_memory_available_bytes") > 0.0);
     // Nothing of anybody's choosing is a label, however many Sessions there are.

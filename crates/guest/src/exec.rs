@@ -34,7 +34,7 @@ use crate::ring::{Hold, Ring};
 use crate::spawn::{Environment, Launch, Wiring};
 use crate::stream::failed;
 use crate::sys;
-use crate::tree::Tree;
+use crate::tree::{Goes, Tree};
 
 /// How long a reader may stand still while others read before its stream is given up.
 pub const STALL: Duration = Duration::from_secs(30);
@@ -461,6 +461,9 @@ async fn start(agent: &Rc<Agent>, op: &Op, exec: &Exec, mut environment: Environ
     }
     own.add(&exec.env)?;
     let tree = Rc::new(agent.trees.plant().map_err(io)?);
+    if let Some(limits) = &exec.limits {
+        tree.limit(limits, Goes::All).map_err(|why| failed(FailureCode::Invalid, why))?;
+    }
     let cwd = exec.cwd.clone().or_else(|| agent.place());
     let launch = Launch::new(&exec.argv, &own, cwd.as_deref(), &user, tree.mark())?;
 

@@ -41,7 +41,7 @@ use crate::exec::{Op, until};
 use crate::spawn::{Launch, Wiring};
 use crate::stream::failed;
 use crate::sys;
-use crate::tree::{self, Tree};
+use crate::tree::{self, Goes, Tree};
 use crate::user::User;
 
 /// Commands that wait for one shell.
@@ -395,6 +395,9 @@ async fn run(
     bash.commands += 1;
     let number = bash.commands;
     let tree = Rc::new(agent.trees.plant().map_err(trouble)?);
+    if let Some(limits) = &exec.limits {
+        tree.limit(limits, Goes::One).map_err(|why| failed(FailureCode::Invalid, why))?;
+    }
     let fifos = Fifos::make(&bash.directory, number, user).map_err(trouble)?;
     let script = script(line, exec, number, bash.last_code, tree.mark(), &fifos)?;
     let out = Fifos::open(&fifos.out, OFlags::RDONLY).map_err(trouble)?;

@@ -13,6 +13,7 @@ use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use pepo_proto::Limits;
 use rustix::fs::{Mode, OFlags, openat};
 use rustix::io::pread;
 
@@ -56,7 +57,20 @@ enum Kind {
 pub struct Tree {
     kind: Option<Kind>,
     trees: Rc<Trees>,
+    limited: Cell<bool>,
 }
+
+/// Who goes when a command's own memory is over.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Goes {
+    /// All of it: a program that lost one of its own is none any more.
+    All,
+    /// Whom the kernel chooses: its first process is a shell that is to stay.
+    One,
+}
+
+/// The period of a processor limit in microseconds, as [`Limits`] says.
+const PERIOD_US: u64 = 100_000;
 
 impl Trees {
     /// Trees as groups under `directory`, or without groups.
@@ -76,7 +90,7 @@ impl Trees {
                 None => self.make(directory)?,
             }),
         };
-        Ok(Tree { kind: Some(kind), trees: self.clone() })
+        Ok(Tree { kind: Some(kind), trees: self.clone(), limited: Cell::new(false) })
     }
 
     /// Makes a group for the next command, where none is kept.
@@ -143,6 +157,32 @@ impl Tree {
             Some(Kind::Group(group)) => Some(group.directory.clone()),
             _ => None,
         }
+    }
+
+    /// Limits what all of it may have, before anything is in it.
+    ///
+    /// # Errors
+    /// A sentence that names the limit that cannot be kept.
+    pub fn limit(&self, limits: &Limits, goes: Goes) -> Result<(), String> {
+        let Some(Kind::Group(group)) = self.kind() else {
+            return Err("limits of a command need control groups, and there are none here".to_owned());
+        };
+        self.limited.set(true);
+        let wanted = [
+            ("memory", "memory.max", limits.memory_bytes.map(|bytes| bytes.to_string())),
+            ("pids", "pids.max", limits.pids.map(|pids| pids.to_string())),
+            ("cpu", "cpu.max", limits.cpu_us.map(|cpu_us| format!("{cpu_us} {PERIOD_US}"))),
+        ];
+        for (name, file, text) in wanted {
+            if let Some(text) = text {
+                group.write(file, &text).map_err(|error| format!("the limit of {name} cannot be kept: {error}"))?;
+            }
+        }
+        if limits.memory_bytes.is_some() && goes == Goes::All {
+            // Kernels before 4.19 choose one.
+            let _ = group.write("memory.oom.group", "1");
+        }
+        Ok(())
     }
 
     /// What to add to the first process's environment.
@@ -239,7 +279,8 @@ impl Drop for Tree {
             return;
         }
         let mut free = self.trees.free.borrow_mut();
-        if free.len() < KEPT {
+        // One that was limited would limit the next.
+        if free.len() < KEPT && !self.limited.get() {
             group.kills_before = group.kills();
             free.push(group);
         } else {

@@ -31,6 +31,18 @@ fn runs_a_program_and_tells_the_truth_about_its_end() {
 }
 
 #[test]
+fn a_limit_that_cannot_be_kept_is_no_command() {
+    let guest = Guest::start();
+    for shell in [None, Some("main".to_owned())] {
+        let mut exec = if shell.is_some() { program(&["echo ran"]) } else { sh("echo ran") };
+        exec.shell = shell;
+        exec.limits = Some(Limits { memory_bytes: Some(64 << 20), ..Limits::default() });
+        let talked = guest.exec(exec);
+        assert_eq!((talked.failure(), talked.text().as_str()), (FailureCode::Invalid, ""));
+    }
+}
+
+#[test]
 fn passes_arguments_environment_and_directory_untouched() {
     let guest = Guest::start();
     let mut exec = program(&["printf", "%s|", "", "a b", "$HOME", "*", "'\"\\", "ü€", "line\nbreak"]);

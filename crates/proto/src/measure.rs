@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 pub const ROUNDS: u64 = 40_000_000;
 
 /// Does the job; how long it took.
+#[inline(never)]
 pub fn spin(rounds: u64) -> Duration {
     let began = Instant::now();
     let mut number = black_box(0x9E37_79B9_7F4A_7C15_u64);

@@ -260,6 +260,23 @@ pub struct Exec {
     /// Evaluate in the lasting bash of this name.
     #[n(8)]
     pub shell: Option<String>,
+    /// What all its processes may have together. One that cannot be kept is a failure.
+    #[n(9)]
+    pub limits: Option<Limits>,
+}
+
+/// What the processes of an Exec may have together; what is absent is not limited beyond the guest's own.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
+pub struct Limits {
+    /// Memory, in bytes: past it the kernel kills in the Exec, which ends by [`Cause::OutOfMemory`].
+    #[n(0)]
+    pub memory_bytes: Option<u64>,
+    /// Processes and threads.
+    #[n(1)]
+    pub pids: Option<u64>,
+    /// Processor time, in microseconds for each 100 ms.
+    #[n(2)]
+    pub cpu_us: Option<u64>,
 }
 
 /// Joining an Exec's streams. Any attached reader holds the program back when it reads slowly.

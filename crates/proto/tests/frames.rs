@@ -152,6 +152,7 @@ fn a_message_of_ours_that_fits_no_frame_is_refused_and_leaves_nothing_behind() {
         timeout_ms: 0,
         detached: false,
         shell: None,
+        limits: None,
     };
     let mut bytes = BytesMut::new();
     let request = Frame::Request(Request { op: OpId([0; 16]), operation: Operation::Exec(exec) });

@@ -103,6 +103,7 @@ fn exec(argv: &[&str]) -> Exec {
         timeout_ms: 0,
         detached: true,
         shell: None,
+        limits: None,
     }
 }
 

@@ -73,6 +73,7 @@ fn command(id: CommandId, ended: bool) -> Box<Command> {
         argv: vec!["true".into()],
         shell: None,
         on_disconnect: OnDisconnect::Keep,
+        limits: None,
         pty: false,
         started_at: jiff::Timestamp::UNIX_EPOCH,
         end: ended.then_some(CommandEnd {

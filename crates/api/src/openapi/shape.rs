@@ -446,7 +446,7 @@ fn other(name: &str) -> Option<Shape> {
             .events::<FeedEvent>(),
         "version" => says("See which Pepo this is").json::<Version>(200),
         "config_show" => says("See every setting and where it is from").json::<ConfigShown>(200),
-        "doctor" => says("Look at the host").json::<DoctorReport>(200),
+        "doctor" => says("Look at the host").query::<ShowDoctor>().json::<DoctorReport>(200),
         "sweep" => says("Remove what dead Sandboxes left").may_have::<SweepRequest>().json::<SweepReport>(200),
         "drain" => {
             says("Take nothing new, and let what runs finish").may_have::<DrainRequest>().json::<DrainReport>(200)

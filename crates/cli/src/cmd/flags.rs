@@ -6,7 +6,9 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use clap::Args;
-use pepo_api::{CommandId, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, SecretText, ServiceSpec, Setup};
+use pepo_api::{
+    CommandId, CommandLimits, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, SecretText, ServiceSpec, Setup,
+};
 
 use crate::fail::{Failure, Outcome};
 use crate::follow::Stdin;
@@ -183,6 +185,9 @@ pub struct How {
     /// Kill it after so long (a bare number is seconds; 90s, 5m, 1h)
     #[arg(long, value_name = "TIME", value_parser = value::seconds)]
     pub timeout: Option<u64>,
+    /// What its processes may have together: memory=SIZE, pids=N, cpus=N (0.5 is half of one)
+    #[arg(long, value_name = "WHAT=N,...", value_parser = value::limits)]
+    pub limit: Option<CommandLimits>,
     #[command(flatten)]
     pub environment: Environment,
 }
@@ -212,6 +217,7 @@ impl How {
             open_stdin: self.interactive,
             pty: self.tty.then(terminal::size),
             timeout_seconds: self.timeout,
+            limits: self.limit,
             wait_seconds: Some(0),
             max_output_bytes: Some(0),
             on_disconnect: Some(on_disconnect),

@@ -19,8 +19,9 @@ use super::events::{self, Until};
 use super::once::{self, Asked};
 use super::session::with_activation;
 use super::settings::check_env;
-use super::{Call, Json, Problem, Query, Routes};
+use super::{Call, Json, Problem, Query, Routes, limits};
 use crate::Pepod;
+use crate::metrics::{CommandStep, METRICS};
 use crate::session::{Error, Follower, Found, Interest, Item, NewCommand, Session, Status, shown_row};
 use crate::store::CommandSpec;
 use crate::text::{Gathered, Side};
@@ -67,6 +68,9 @@ async fn create(
     let mut new = checked(body)?;
     new.counted = pepod.apps().get(call.app).is_some_and(|app| app.settings.quota.commands.is_some());
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
+    if let Some(limits) = &new.spec.limits {
+        limits::check(limits, &session.now().spec)?;
+    }
     // A command's id makes it run once already: the key stands for one, where the caller named none.
     if let Some(named) = once.filter(|_| !new.named_by_caller) {
         let of = format!("{} {}", route::command_create.name, session.id());
@@ -83,7 +87,9 @@ async fn create(
         Some(follower) => (follower.shown().activation, follower),
         None if pepod.sessions().is_draining() => return Err(Error::Draining.into()),
         None => {
+            let asked = Instant::now();
             let serving = session.serving(call.activation, pepod.start_within()).await?;
+            METRICS.command_step(CommandStep::Sandbox, asked.elapsed());
             (serving.activation, session.commands().start(&session, new, serving).await?)
         }
     };
@@ -128,6 +134,7 @@ fn checked(body: CreateCommand) -> Result<NewCommand, Problem> {
         max_output_bytes: _,
         on_disconnect,
         keeps_alive,
+        limits,
     } = body;
     let (shown, argv) = match (command, argv) {
         (Some(line), None) if shell.is_some() => (vec![line.clone()], vec![line]),
@@ -181,6 +188,7 @@ fn checked(body: CreateCommand) -> Result<NewCommand, Problem> {
         timeout_ms: timeout_ms.ok_or_else(|| Problem::invalid("timeout_seconds", "timeout_seconds is too large"))?,
         detached: on_disconnect == OnDisconnect::Keep,
         shell: shell.clone(),
+        limits: limits.as_ref().map(limits::asked),
     };
     let spec = CommandSpec {
         argv: shown,
@@ -191,6 +199,7 @@ fn checked(body: CreateCommand) -> Result<NewCommand, Problem> {
         keeps_alive: keeps_alive.unwrap_or(true),
         role: CommandRole::Command,
         service: None,
+        limits,
     };
     Ok(NewCommand {
         id: id.unwrap_or_else(CommandId::generate),

@@ -18,6 +18,7 @@ mod feed;
 mod files;
 mod image;
 mod key;
+mod limits;
 mod once;
 mod operator;
 mod session;

@@ -9,6 +9,7 @@ use pepo_sandbox::plan::Network as Interface;
 use pepo_sandbox::proto::{Activate, Keep, Network, Variable};
 use pepo_sandbox::{Active, Exit, Warm, chain};
 use tokio_util::sync::CancellationToken;
+use tracing::Instrument as _;
 
 use super::state::{Cause, Tenure};
 use super::{Files, Session, Sessions};
@@ -62,11 +63,15 @@ pub(super) async fn make(
         late.cancel();
     });
     let begun = tokio::time::Instant::now();
-    let made = attempt(&sessions, &session, from, tenure, id, &cancel).await;
+    let span = tracing::info_span!("activation", session = %session.id(), sandbox = %id, number = tenure.activation);
+    let made = attempt(&sessions, &session, from, tenure, id, &cancel).instrument(span.clone()).await;
     timer.abort();
     match made {
         Ok(activated) => {
             crate::metrics::METRICS.activated(activated.active.steps());
+            for (step, took) in activated.active.steps().iter() {
+                tracing::debug!(parent: &span, step = step.as_str(), ?took, "step");
+            }
             Ok(activated)
         }
         Err(mut cause) => {

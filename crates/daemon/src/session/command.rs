@@ -273,6 +273,7 @@ pub fn shown(
         argv: spec.argv.clone(),
         shell: spec.shell.clone(),
         on_disconnect: spec.on_disconnect,
+        limits: spec.limits,
         pty: spec.pty,
         started_at,
         end,

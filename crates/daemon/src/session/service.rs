@@ -259,6 +259,7 @@ impl Keeper {
             timeout_ms: 0,
             detached: true,
             shell: None,
+            limits: None,
         };
         let spec = CommandSpec {
             argv: vec![self.spec.command.clone()],
@@ -269,6 +270,7 @@ impl Keeper {
             keeps_alive: false,
             role: CommandRole::Service,
             service: Some(self.spec.name.clone()),
+            limits: None,
         };
         let new = NewCommand {
             id: CommandId::generate(),

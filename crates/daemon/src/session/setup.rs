@@ -78,6 +78,7 @@ async fn follow(session: &Session, setup: &Setup, serving: Serving, tail: &mut T
         timeout_ms: setup.timeout_seconds() * 1000,
         detached: true,
         shell: None,
+        limits: None,
     };
     let spec = CommandSpec {
         argv: vec![setup.command.clone()],
@@ -88,6 +89,7 @@ async fn follow(session: &Session, setup: &Setup, serving: Serving, tail: &mut T
         keeps_alive: false,
         role: CommandRole::Setup,
         service: None,
+        limits: None,
     };
     let new = NewCommand {
         id: CommandId::generate(),

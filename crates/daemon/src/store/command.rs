@@ -1,6 +1,6 @@
 //! Rows of Commands: what was asked for, and how it ended.
 
-use pepo_api::{CommandEnd, CommandId, CommandRole, OnDisconnect, SessionId};
+use pepo_api::{CommandEnd, CommandId, CommandLimits, CommandRole, OnDisconnect, SessionId};
 use rusqlite::{OptionalExtension, Row, Transaction, params};
 use serde::{Deserialize, Serialize};
 
@@ -27,6 +27,9 @@ pub struct CommandSpec {
     /// The Service it is a run of.
     #[serde(default)]
     pub service: Option<String>,
+    /// What its processes may have together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<CommandLimits>,
 }
 
 /// A Command as it is stored.
@@ -211,6 +214,7 @@ mod tests {
             keeps_alive: true,
             role: CommandRole::Command,
             service: None,
+            limits: None,
         };
         let row = CommandRow {
             session,
@@ -252,6 +256,7 @@ mod tests {
                 keeps_alive: false,
                 role: CommandRole::Service,
                 service: Some(service.into()),
+                limits: None,
             };
             let row = CommandRow {
                 session,

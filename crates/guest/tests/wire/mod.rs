@@ -47,6 +47,7 @@ pub fn program(argv: &[&str]) -> Exec {
         timeout_ms: 0,
         detached: false,
         shell: None,
+        limits: None,
     }
 }
 

@@ -27,12 +27,20 @@ fn pty() -> impl Strategy<Value = PtySize> {
     any::<(u16, u16)>().prop_map(|(cols, rows)| PtySize { cols, rows })
 }
 
+fn limits() -> impl Strategy<Value = Limits> {
+    (of(any::<u64>()), of(any::<u64>()), of(any::<u64>())).prop_map(|(memory_bytes, pids, cpu_us)| Limits {
+        memory_bytes,
+        pids,
+        cpu_us,
+    })
+}
+
 fn exec() -> impl Strategy<Value = Exec> {
     (
         (vec(text(), 0..5), variables(), of(text()), of(text())),
-        (any::<bool>(), of(pty()), any::<u64>(), any::<bool>(), of(text())),
+        (any::<bool>(), of(pty()), any::<u64>(), any::<bool>(), of(text()), of(limits())),
     )
-        .prop_map(|((argv, env, cwd, user), (stdin, pty, timeout_ms, detached, shell))| Exec {
+        .prop_map(|((argv, env, cwd, user), (stdin, pty, timeout_ms, detached, shell, limits))| Exec {
             argv,
             env,
             cwd,
@@ -42,6 +50,7 @@ fn exec() -> impl Strategy<Value = Exec> {
             timeout_ms,
             detached,
             shell,
+            limits,
         })
 }
 

@@ -112,6 +112,7 @@ pub fn argv<const N: usize>(argv: [&str; N]) -> proto::Exec {
         timeout_ms: 0,
         detached: false,
         shell: None,
+        limits: None,
     }
 }
 

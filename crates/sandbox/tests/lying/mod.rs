@@ -113,6 +113,7 @@ pub fn program(stdin: bool, pty: Option<PtySize>) -> proto::Exec {
         timeout_ms: 0,
         detached: false,
         shell: None,
+        limits: None,
     }
 }
 

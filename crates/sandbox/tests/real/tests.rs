@@ -131,6 +131,7 @@ fn exec(argv: &[&str]) -> Exec {
         timeout_ms: 0,
         detached: false,
         shell: None,
+        limits: None,
     }
 }
 

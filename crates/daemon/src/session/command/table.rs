@@ -12,8 +12,11 @@ use pepo_api::{CommandEnd, CommandId, CommandRole, OnDisconnect, Reason};
 use pepo_sandbox::guest::{self, Output};
 use pepo_sandbox::proto::{self, Attach, Cause as End, FailureCode, Process};
 
+use tracing::Instrument as _;
+
 use super::input::feed;
 use super::{Command, LEASE, NewCommand, Status, lock, not_started};
+use crate::metrics::{CommandStep, METRICS};
 use crate::session::follow::{Follower, Interest};
 use crate::session::{Error, Serving, Session, Shelf};
 use crate::store::{CommandRow, EndRow, Event, Store, Write};
@@ -97,6 +100,11 @@ impl Commands {
     /// # Errors
     /// [`Error::NotStarted`], what the guest refuses, and what a Session can answer.
     pub async fn start(&self, session: &Session, new: NewCommand, serving: Serving) -> Result<Follower, Error> {
+        let span = tracing::info_span!("command", session = %session.id(), command = %new.id);
+        self.begin(session, new, serving).instrument(span).await
+    }
+
+    async fn begin(&self, session: &Session, new: NewCommand, serving: Serving) -> Result<Follower, Error> {
         let NewCommand { id, named_by_caller, exec, spec, input, more_input, counted } = new;
         if named_by_caller && let Some(follower) = self.again(session, id).await? {
             return Ok(follower);
@@ -145,9 +153,12 @@ impl Commands {
         self.store.record(session.event("command.started").command(id).detail("activation", command.activation));
         // From here on its caller counts: one that goes away while the guest is asked leaves a watched command.
         let follower = Follower::begin(session, command.clone());
+        let asked = tokio::time::Instant::now();
         let begun = async {
             match serving.guest.exec(command.op(), exec).await {
                 Ok(mut running) => {
+                    METRICS.command_step(CommandStep::Start, asked.elapsed());
+                    tracing::debug!(took = ?asked.elapsed(), "runs");
                     if let Some(stdin) = running.take_input()
                         && !(input.is_empty() && more_input)
                     {
@@ -256,7 +267,10 @@ impl Commands {
     fn over(&self, command: &Arc<Command>, row: EndRow) {
         let event = Event::new("command.ended").session(command.session).command(command.id).reason(row.end.reason);
         self.store.record(event.detail("exit_code", row.end.exit_code).detail("signal", &row.end.signal));
-        crate::metrics::METRICS.command_ended(row.end.reason);
+        METRICS.command_ended(row.end.reason);
+        let ran = Duration::try_from(row.end.at.duration_since(command.started_at)).unwrap_or_default();
+        METRICS.command_step(CommandStep::Run, ran);
+        tracing::debug!(session = %command.session, command = %command.id, took = ?ran, reason = ?row.end.reason, "ended");
         self.store.write_soon(Write::EndCommand(Box::new(row)));
         *lock(&command.ticket) = None;
         let mut table = lock(&self.table);
