@@ -1,8 +1,24 @@
 #!/usr/bin/env bash
 # `make soak [BOOTS=200]`: many boots in a row without a hang, then what takes too long for `make test`.
+# `soak.sh PART…`: some parts of pepo-soak alone (boots, deaths, upgrade, browser).
 source "$(dirname "$0")/say.sh"
 
 "$top/scripts/prepare.sh" test
+# Its crates are other ones than ours to cargo, for their path; what they depend on is built once.
+previous=
+if git rev-parse --quiet --verify HEAD~1 >/dev/null 2>&1; then
+  step "The programs of the previous commit"
+  from=$target/previous/source previous=$target/previous/bin
+  git worktree remove --force "$from" 2>/dev/null || true
+  rm -rf "$target/previous"
+  git worktree add --quiet --detach --force "$from" HEAD~1
+  (cd "$from" && CARGO_TARGET_DIR=$target ./scripts/build.sh)
+  cp -r "$stage" "$previous"
+  git worktree remove --force "$from"
+  ok
+else
+  note "there is no previous commit here: the upgrade is from another build of this one"
+fi
 step "Build"
 "$top/scripts/build.sh"
 cargo build --quiet --locked -p pepo-e2e --bin pepo-soak
@@ -12,7 +28,14 @@ step "The Image"
 ok
 step "Soak"
 export PEPO_E2E=1 PEPO_E2E_BIN=$stage PEPO_E2E_IMAGES=$dev_home/state/images
+[ -z "$previous" ] || export PEPO_E2E_PREVIOUS=$previous
 as_root "$target/debug/pepo-soak" "$@"
+[ $# = 0 ] || exit 0
+
+step "A storm of 1,000 Sessions, guests that are host processes, a failure at every step"
+PEPO_GUEST=$stage/pepo-guest PEPO_STORM=${STORM:-1000} \
+  cargo test --quiet --locked -p pepo-daemon --features fake --test storm -- --nocapture
+ok
 
 step "The API against its own document"
 as_root env STREAMS=500 "$top/scripts/schemathesis.sh" --examples 100
