@@ -13,6 +13,7 @@
 pub mod activate;
 pub mod boot;
 pub mod builder;
+mod calls;
 pub mod cgroup;
 pub mod disk;
 pub mod guest;

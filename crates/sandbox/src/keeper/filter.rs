@@ -3,16 +3,14 @@
 //! It reads and writes descriptors it has, opens and renames in its own directory (there is no other below its root), waits
 //! for its children, and has memory that is never executable. Whatever else it tries ends it, and with it the Sandbox.
 
-use std::collections::BTreeMap;
 use std::io;
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
-};
+use seccompiler::{BackendError, BpfProgram};
+
+use crate::calls;
 
 /// Calls with any argument: each works on what the process has, or on itself.
-const ANY: [i64; 39] = [
+const ANY: [i64; 42] = [
     libc::SYS_read,
     libc::SYS_write,
     libc::SYS_readv,
@@ -52,35 +50,22 @@ const ANY: [i64; 39] = [
     libc::SYS_rt_sigreturn,
     libc::SYS_restart_syscall,
     libc::SYS_sched_yield,
+    libc::SYS_exit,
+    libc::SYS_exit_group,
+    // Rust ends a process that cannot go on by `abort`: a signal to itself.
+    libc::SYS_tgkill,
 ];
-
-/// The only request of `ioctl`: whether a descriptor blocks.
-const FIONBIO: u64 = 0x5421;
 
 /// Builds the wall around this process, which has one thread.
 ///
 /// # Errors
 /// The kernel has no system call filters, or there is no list for this machine.
 pub(super) fn enter() -> io::Result<()> {
-    let program = compile().map_err(io::Error::other)?;
-    seccompiler::apply_filter(&program).map_err(io::Error::other)
+    calls::enter(compile())
 }
 
-fn compile() -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ANY.into_iter().map(|call| (call, Vec::new())).collect();
-    let executable = u64::from(libc::PROT_EXEC.unsigned_abs());
-    let not_executable = || SeccompCondition::new(2, Len::Dword, Op::MaskedEq(executable), 0);
-    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![SeccompRule::new(vec![not_executable()?])?]);
-    }
-    let blocking = SeccompCondition::new(1, Len::Dword, Op::Eq, FIONBIO)?;
-    rules.insert(libc::SYS_ioctl, vec![SeccompRule::new(vec![blocking])?]);
-    // Rust ends a process that cannot go on by `abort`: a signal to itself.
-    for call in [libc::SYS_exit, libc::SYS_exit_group, libc::SYS_tgkill] {
-        rules.insert(call, Vec::new());
-    }
-    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+fn compile() -> Result<BpfProgram, BackendError> {
+    calls::compile(&ANY, vec![calls::says_whether_it_blocks()?])
 }
 
 #[cfg(test)]

@@ -4,13 +4,11 @@
 //! It works on descriptors and on entries of directories that are open, in a root that is the tree it serves. No program,
 //! no socket, no other process, no new thread, no memory that can be executed. Whatever else it tries ends it.
 
-use std::collections::BTreeMap;
 use std::io;
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
-};
+use seccompiler::{BackendError, BpfProgram};
+
+use crate::calls;
 
 /// Calls with any argument: each works on what the process has, below its root, or on itself.
 const ANY: [i64; 75] = [
@@ -97,19 +95,11 @@ const ANY: [i64; 75] = [
 /// # Errors
 /// The kernel has no system call filters, or there is no list for this machine.
 pub(super) fn enter() -> io::Result<()> {
-    let program = compile().map_err(io::Error::other)?;
-    seccompiler::apply_filter_all_threads(&program).map_err(io::Error::other)
+    calls::enter_all_threads(compile())
 }
 
-fn compile() -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ANY.into_iter().map(|call| (call, Vec::new())).collect();
-    let executable = u64::from(libc::PROT_EXEC.unsigned_abs());
-    let not_executable = || SeccompCondition::new(2, Len::Dword, Op::MaskedEq(executable), 0);
-    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![SeccompRule::new(vec![not_executable()?])?]);
-    }
-    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+fn compile() -> Result<BpfProgram, BackendError> {
+    calls::compile(&ANY, Vec::new())
 }
 
 #[cfg(test)]

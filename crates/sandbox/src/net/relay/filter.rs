@@ -4,13 +4,11 @@
 //! kernel's tables to allow), and waits. No file, no program, no other process, no new thread, no memory that can be
 //! executed. Whatever else it tries ends it.
 
-use std::collections::BTreeMap;
 use std::io;
 
-use seccompiler::{
-    BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Op, SeccompCondition, SeccompFilter,
-    SeccompRule, TargetArch,
-};
+use seccompiler::{BackendError, BpfProgram};
+
+use crate::calls;
 
 /// Calls with any argument: each works on what the process has, or on itself.
 const ANY: [i64; 45] = [
@@ -62,34 +60,19 @@ const ANY: [i64; 45] = [
     libc::SYS_getrusage,
 ];
 
-/// The only request of `ioctl`: whether a descriptor blocks.
-const FIONBIO: u64 = 0x5421;
-
 /// Builds the wall around this process, which has one thread.
 ///
 /// # Errors
 /// The kernel has no system call filters, or there is no list for this machine.
 pub(super) fn enter() -> io::Result<()> {
-    let program = compile().map_err(io::Error::other)?;
-    seccompiler::apply_filter(&program).map_err(io::Error::other)
+    calls::enter(compile())
 }
 
-fn compile() -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: BTreeMap<i64, Vec<SeccompRule>> = ANY.into_iter().map(|call| (call, Vec::new())).collect();
-    let executable = u64::from(libc::PROT_EXEC.unsigned_abs());
-    let not_executable = || SeccompCondition::new(2, Len::Dword, Op::MaskedEq(executable), 0);
-    for call in [libc::SYS_mmap, libc::SYS_mprotect] {
-        rules.insert(call, vec![SeccompRule::new(vec![not_executable()?])?]);
-    }
-    let is =
-        |argument, value: i32| SeccompCondition::new(argument, Len::Dword, Op::Eq, u64::from(value.unsigned_abs()));
-    let kind = 0xf;
-    let stream = SeccompCondition::new(1, Len::Dword, Op::MaskedEq(kind), u64::from(libc::SOCK_STREAM.unsigned_abs()))?;
-    rules.insert(libc::SYS_socket, vec![SeccompRule::new(vec![is(0, libc::AF_INET)?, stream])?]);
-    let non_blocking = SeccompCondition::new(1, Len::Dword, Op::Eq, FIONBIO)?;
-    rules.insert(libc::SYS_ioctl, vec![SeccompRule::new(vec![non_blocking])?]);
-    let arch = TargetArch::try_from(std::env::consts::ARCH)?;
-    SeccompFilter::new(rules, SeccompAction::KillProcess, SeccompAction::Allow, arch)?.try_into()
+fn compile() -> Result<BpfProgram, BackendError> {
+    const KIND: u32 = 0xf;
+    let stream_of_ipv4 =
+        vec![calls::is(0, libc::AF_INET.unsigned_abs())?, calls::masked(1, KIND, libc::SOCK_STREAM.unsigned_abs())?];
+    calls::compile(&ANY, vec![(libc::SYS_socket, stream_of_ipv4), calls::says_whether_it_blocks()?])
 }
 
 #[cfg(test)]
