@@ -84,6 +84,14 @@ pub fn dropping_forward_chains() -> Result<Vec<String>, String> {
     Ok(dropping)
 }
 
+/// The commands that let Sandboxes through such a chain: what they send, and what comes back to them. What they may reach
+/// is decided by the walls all the same.
+pub fn forward_rules(chain: &str) -> String {
+    format!(
+        "nft insert rule {chain} iifname \"pp*\" accept; nft insert rule {chain} oifname \"pp*\" ct state established,related accept"
+    )
+}
+
 /// What every Sandbox of an instance may do at most, whatever its policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -10,28 +10,34 @@
 //! later (elements, rates) goes over sockets that were opened inside and stay there. After a restart they are opened again
 //! by [`Slot::open`]; the namespace, its rules and its connections have been there all the time.
 
+mod elements;
+mod sysctl;
+mod traffic;
+
 use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use netlink_packet_netfilter::NetfilterProtoFamily;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::UnmountFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use serde::{Deserialize, Serialize};
 
 use super::address::{
     self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX, HOST_END, NAMESPACES, TABLE, TAP, UPLINK,
 };
 use super::netlink::route::{End, Route};
-use super::netlink::tables::{Change, Count, Element, Tables};
-use super::policy::{Compiled, Floor, Policy, Protocol, Rule};
-use super::{LONGEST_OPENING, Limits, Opened, Settings, nft};
+use super::netlink::tables::{Change, Element, Tables};
+use super::policy::{Compiled, Floor, Policy};
+use super::{Limits, Opened, Settings, nft};
 use crate::held::Place;
 use crate::id::{Names, SandboxId};
 use crate::sys;
+
+use elements::{changes, elements_of};
+use sysctl::{guard, settle};
+pub use traffic::{Refused, Traffic};
 
 /// The largest packet that a link carries when the host has no route out to say.
 const ETHERNET: u32 = 1500;
@@ -79,48 +85,6 @@ pub(crate) enum Error {
 
 fn tried<E: Into<io::Error>>(step: &'static str) -> impl FnOnce(E) -> Error {
     move |source| Error::Step { step, source: source.into() }
-}
-
-/// What a Sandbox's network carried and refused since it was made.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Traffic {
-    /// Bytes the guest sent to somebody.
-    pub sent_bytes: u64,
-    /// Packets.
-    pub sent_packets: u64,
-    /// Bytes it received.
-    pub received_bytes: u64,
-    /// Packets.
-    pub received_packets: u64,
-    /// Connections that left the Sandbox.
-    pub connections: u64,
-    /// What was refused.
-    pub refused: Refused,
-}
-
-/// Packets refused, by reason.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Refused {
-    /// No rule of the policy is for it.
-    pub unlisted: u64,
-    /// It is on the floor.
-    pub floor: u64,
-    /// Its rule is no longer in force.
-    pub revoked: u64,
-    /// Too many connections at once.
-    pub connections: u64,
-    /// Too many new ones a second.
-    pub rate: u64,
-    /// Too many packets a second.
-    pub packets: u64,
-    /// Too many questions for names a second.
-    pub questions: u64,
-    /// Sent from another's address.
-    pub spoofed: u64,
-    /// Not IPv4 to the next hop, or of no known flow.
-    pub malformed: u64,
-    /// Begun from outside.
-    pub inbound: u64,
 }
 
 /// How a VMM gets its network device.
@@ -182,7 +146,7 @@ impl Slot {
         let (inside, tap) = on_a_thread(|| {
             sys::unshare(libc::CLONE_NEWNET).map_err(tried("make the namespace"))?;
             pin.hold().map_err(tried("pin the namespace"))?;
-            settle()?;
+            settle().map_err(tried("set up the namespace"))?;
             let owner = match device {
                 Device::Handed => None,
                 Device::Named(uid) => Some(uid),
@@ -303,119 +267,13 @@ impl Slot {
 
     /// What was carried and refused.
     pub fn traffic(&mut self) -> Result<Traffic, Error> {
-        let read = |tables: &mut Tables, family| tables.counters(family, TABLE).map_err(tried("read the counters"));
-        let flows = read(&mut self.tables, NetfilterProtoFamily::Inet)?;
-        let link = read(&mut self.tables, NetfilterProtoFamily::NetDev)?;
-        let count = |name: &str| flows.get(name).copied().unwrap_or_default();
-        let packets = |name: &str| link.get(name).copied().unwrap_or_default().packets;
-        let (Count { packets: sent_packets, bytes: sent_bytes }, received) = (count("sent"), count("received"));
-        Ok(Traffic {
-            sent_bytes,
-            sent_packets,
-            received_bytes: received.bytes,
-            received_packets: received.packets,
-            connections: count("connections").packets,
-            refused: Refused {
-                unlisted: count("unlisted").packets,
-                floor: count("floor").packets,
-                revoked: count("revoked").packets,
-                connections: count("crowded").packets,
-                rate: count("hasty").packets,
-                packets: packets("flood"),
-                questions: count("asking").packets,
-                spoofed: packets("spoofed"),
-                malformed: packets("odd") + count("odd").packets,
-                inbound: count("inbound").packets,
-            },
-        })
+        Traffic::read(&mut self.tables).map_err(tried("read the counters"))
     }
 
     /// The resolver's sockets, UDP and listening TCP, for whoever answers.
     pub fn resolver(&self) -> io::Result<[OwnedFd; 2]> {
         Ok([self.resolver[0].try_clone()?, self.resolver[1].try_clone()?])
     }
-}
-
-/// The elements that open an address for a rule, or `None` where the floor leaves nothing of it.
-fn elements_of(rule: &Rule, opened: &Opened, floor: &Floor) -> Option<Vec<(&'static str, Element)>> {
-    let octets = opened.address.octets();
-    let timeout = u64::from(opened.ttl_seconds.clamp(1, LONGEST_OPENING)) * 1000;
-    let value = mark(rule.number().0);
-    let element =
-        |key: Vec<u8>| Element { key, value: Some(value.clone()), timeout_ms: Some(timeout), ..Element::default() };
-    let mut all = Vec::new();
-    for protocol in rule.protocols() {
-        if *protocol == Protocol::Icmp {
-            if floor.admits(opened.address, Protocol::Icmp, 0) {
-                all.push(("opened_pings", element(octets.to_vec())));
-            }
-            continue;
-        }
-        for port in rule.open_ports().iter().filter(|port| floor.admits(opened.address, *protocol, **port)) {
-            all.push(match rule.is_relayed() {
-                true => ("relayed", element([&octets[..], &padded(*port)].concat())),
-                false => {
-                    let key = [&octets[..], &[protocol.number(), 0, 0, 0], &padded(*port)].concat();
-                    ("opened", element(key))
-                }
-            });
-        }
-    }
-    if all.is_empty() { None } else { Some(all) }
-}
-
-/// A class as a mark: the same bytes in both orders, because `nft` turns a mark around where it stands in a key of several
-/// fields with ranges, and not where it is a value or a key alone.
-fn class_mark(class: u32) -> Vec<u8> {
-    let [low, high, ..] = class.to_le_bytes();
-    vec![low, high, high, low]
-}
-
-/// A mark as the kernel keeps it.
-fn mark(number: u32) -> Vec<u8> {
-    number.to_ne_bytes().to_vec()
-}
-
-/// A port as a field of a key: fields are padded to four bytes.
-fn padded(port: u16) -> [u8; 4] {
-    let [high, low] = port.to_be_bytes();
-    [high, low, 0, 0]
-}
-
-/// The transaction that puts a compiled policy in the place of another. Openings stay: those of rules that are gone lead to
-/// numbers that are not in force.
-fn changes(compiled: &Compiled) -> Vec<Change> {
-    let mut ranges = Vec::new();
-    for (first, last, class) in &compiled.ranges {
-        ranges.push(Element { key: first.octets().to_vec(), value: Some(class_mark(*class)), ..Element::default() });
-        if let Some(after) = last.to_bits().checked_add(1) {
-            let key = Ipv4Addr::from_bits(after).octets().to_vec();
-            ranges.push(Element { key, ends: true, ..Element::default() });
-        }
-    }
-    let services = compiled.services.iter().map(|service| {
-        let key =
-            |port| [&class_mark(service.class)[..], &[service.protocol.number(), 0, 0, 0], &padded(port)].concat();
-        let value = Some(mark(service.rule.0));
-        Element { key: key(service.first), key_end: Some(key(service.last)), value, ..Element::default() }
-    });
-    let pings = compiled.pings.iter().map(|(class, rule)| Element {
-        key: class_mark(*class),
-        value: Some(mark(rule.0)),
-        ..Element::default()
-    });
-    let live = compiled.live.iter().map(|rule| Element { key: mark(rule.0), ..Element::default() });
-    let serve = compiled.resolves.then(|| Element { key: 53u16.to_be_bytes().to_vec(), ..Element::default() });
-    let sets = ["live", "serve", "ranges", "services", "pings"];
-    let mut changes: Vec<Change> = sets.into_iter().map(Change::Empty).collect();
-    let added: [Vec<Element>; 5] =
-        [live.collect(), serve.into_iter().collect(), ranges, services.collect(), pings.collect()];
-    for (set, elements) in sets.into_iter().zip(added) {
-        if !elements.is_empty() {
-            changes.push(Change::Add(set, elements));
-        }
-    }
-    changes
 }
 
 /// Opens what is used from outside, in the calling thread's namespace.
@@ -442,30 +300,6 @@ fn bound(kind: SocketType, port: u16) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// Settings of a new namespace. The kernel's own answers are kept quiet, ended connections are forgotten early.
-fn settle() -> Result<(), Error> {
-    let set = |name: &str, value: &str| set(name, value).map_err(tried("set up the namespace"));
-    for (name, value) in [
-        ("ipv4/ip_forward", "1"),
-        ("ipv4/conf/all/accept_redirects", "0"),
-        ("ipv4/conf/all/send_redirects", "0"),
-        ("ipv4/conf/default/send_redirects", "0"),
-        ("ipv4/conf/all/rp_filter", "0"),
-        ("ipv4/conf/default/rp_filter", "0"),
-        ("ipv6/conf/all/disable_ipv6", "1"),
-        ("ipv6/conf/default/disable_ipv6", "1"),
-        ("netfilter/nf_conntrack_tcp_timeout_syn_sent", "30"),
-        ("netfilter/nf_conntrack_tcp_timeout_syn_recv", "30"),
-        ("netfilter/nf_conntrack_tcp_timeout_fin_wait", "30"),
-        ("netfilter/nf_conntrack_tcp_timeout_time_wait", "15"),
-        ("netfilter/nf_conntrack_udp_timeout", "30"),
-        ("netfilter/nf_conntrack_icmp_timeout", "10"),
-    ] {
-        set(name, value)?;
-    }
-    Ok(())
-}
-
 /// Makes all that a slot has, in namespaces that go with the thread.
 pub(super) fn probe() -> Result<(), Error> {
     let (tag, block) = (crate::id::Tag::spelled([0; 4]), crate::id::UidBlock { index: 0, first: 0x7000_0000 });
@@ -476,7 +310,7 @@ pub(super) fn probe() -> Result<(), Error> {
     };
     on_a_thread(|| {
         sys::unshare(libc::CLONE_NEWNET).map_err(tried("make a network namespace"))?;
-        settle()?;
+        settle().map_err(tried("set up the namespace"))?;
         let _tap = sys::open_tap(TAP, None).map_err(tried("make a tap"))?;
         let mut route = Route::open().map_err(tried("ask for links"))?;
         let end = |name, last| End { name, mac: address::Mac([2, 0, 0, 0, 0, last]), namespace: None };
@@ -488,32 +322,6 @@ pub(super) fn probe() -> Result<(), Error> {
         let policy = changes(&Compiled::new(&Policy::public(), &floor));
         Tables::open().and_then(|mut tables| tables.change(TABLE, &policy)).map_err(tried("change the rules"))
     })
-}
-
-/// Settings of a veth's end in the host's namespace, before it is up.
-fn guard(veth: &str) -> io::Result<()> {
-    for (name, value) in [
-        ("accept_redirects", "0"),
-        ("send_redirects", "0"),
-        ("proxy_arp", "0"),
-        ("route_localnet", "0"),
-        ("rp_filter", "1"),
-        ("forwarding", "1"),
-    ] {
-        set(&format!("ipv4/conf/{veth}/{name}"), value)?;
-    }
-    for (name, value) in [("disable_ipv6", "1"), ("accept_ra", "0")] {
-        set(&format!("ipv6/conf/{veth}/{name}"), value)?;
-    }
-    Ok(())
-}
-
-/// Writes a setting of the calling thread's namespace. One that this kernel does not have needs no setting.
-fn set(name: &str, value: &str) -> io::Result<()> {
-    match fs::write(Path::new("/proc/sys/net").join(name), value) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        done => done,
-    }
 }
 
 /// The largest packet that every way out of the host carries.

@@ -16,11 +16,8 @@ use super::lines::Source;
 use super::question::{Over, QUESTION_BYTES, Question, Taken};
 use super::resolver::{Doors, Resolver};
 
-/// Questions a second that one Sandbox may ask on average; above, they are dropped and counted.
-const RATE: f64 = 100.0;
-
-/// Questions at once after a quiet time. A browser's first page was seen to ask 120.
-const BURST: f64 = 400.0;
+/// Questions at once after a quiet time, in seconds of the rate. A browser's first page was seen to ask 120.
+const BURST: f64 = 4.0;
 
 /// Questions of one Sandbox under way at once.
 const AT_ONCE: usize = 64;
@@ -46,13 +43,15 @@ pub struct Sockets {
     pub tcp: OwnedFd,
 }
 
-/// Answers on these sockets until `end`; the sockets close then.
+/// Answers on these sockets until `end`; the sockets close then. Above `rate` questions a second on average they are dropped
+/// and counted.
 ///
 /// # Errors
 /// They cannot be used.
 pub async fn serve<S: Source, D: Doors>(
     sockets: Sockets,
     resolver: Arc<Resolver<S, D>>,
+    rate: u32,
     end: CancellationToken,
 ) -> io::Result<()> {
     let udp: std::net::UdpSocket = sockets.udp.into();
@@ -62,7 +61,7 @@ pub async fn serve<S: Source, D: Doors>(
     let (udp, tcp) = (Arc::new(UdpSocket::from_std(udp)?), TcpListener::from_std(tcp)?);
     let desk = Arc::new(Desk {
         resolver,
-        rate: std::sync::Mutex::new(Bucket { left: BURST, at: Instant::now() }),
+        rate: std::sync::Mutex::new(Bucket::new(rate)),
         at_once: Arc::new(Semaphore::new(AT_ONCE)),
     });
     let streams = Arc::new(Semaphore::new(STREAMS));
@@ -84,12 +83,19 @@ struct Desk<S, D> {
 /// A bucket of tokens.
 struct Bucket {
     left: f64,
+    rate: f64,
     at: Instant,
 }
 
 impl Bucket {
+    fn new(rate: u32) -> Self {
+        let rate = f64::from(rate);
+        Bucket { left: rate * BURST, rate, at: Instant::now() }
+    }
+
     fn take(&mut self, now: Instant) -> bool {
-        self.left = (self.left + now.duration_since(self.at).as_secs_f64() * RATE).min(BURST);
+        let more = now.duration_since(self.at).as_secs_f64() * self.rate;
+        self.left = (self.left + more).min(self.rate * BURST);
         self.at = now;
         if self.left < 1.0 {
             return false;

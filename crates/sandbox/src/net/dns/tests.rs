@@ -139,6 +139,7 @@ pub(crate) fn rule(pattern: &str, ports: &[u16]) -> Rule {
         protocol: None,
         ports: ports.to_vec(),
         any_protocol: false,
+        public: false,
     }
 }
 
@@ -509,7 +510,7 @@ async fn served(resolver: &Arc<Tested>) -> (UdpSocket, SocketAddr, CancellationT
     let tcp = std::net::TcpListener::bind(address).expect("bind");
     let end = CancellationToken::new();
     let sockets = Sockets { udp: udp.into(), tcp: tcp.into() };
-    tokio::spawn(serve(sockets, Arc::clone(resolver), end.clone()));
+    tokio::spawn(serve(sockets, Arc::clone(resolver), 100, end.clone()));
     let guest = UdpSocket::bind("127.0.0.1:0").await.expect("bind");
     guest.connect(address).await.expect("connect");
     (guest, address, end)

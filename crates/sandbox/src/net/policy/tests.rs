@@ -1,5 +1,8 @@
+use std::net::Ipv4Addr;
+
 use proptest::prelude::*;
 
+use super::compiled::{RESOLVERS, rule_allows};
 use super::*;
 
 fn cidr(text: &str) -> Cidr {
@@ -7,12 +10,19 @@ fn cidr(text: &str) -> Cidr {
 }
 
 fn range(entry: u16, text: &str) -> Rule {
-    Rule { entry, target: Target::Cidr(cidr(text)), protocol: None, ports: Vec::new(), any_protocol: false }
+    Rule {
+        entry,
+        target: Target::Cidr(cidr(text)),
+        protocol: None,
+        ports: Vec::new(),
+        any_protocol: false,
+        public: false,
+    }
 }
 
 fn name(entry: u16, text: &str) -> Rule {
     let target = Target::Domain(text.parse().expect("domain"));
-    Rule { entry, target, protocol: None, ports: Vec::new(), any_protocol: false }
+    Rule { entry, target, protocol: None, ports: Vec::new(), any_protocol: false, public: false }
 }
 
 fn allow(rules: Vec<Rule>) -> Policy {
@@ -200,7 +210,14 @@ fn any_cidr() -> impl Strategy<Value = Cidr> {
 fn any_rule() -> impl Strategy<Value = Rule> {
     let port = prop_oneof![Just(22u16), Just(53), Just(80), Just(443), 1u16..];
     (any_cidr(), proptest::option::of(any_protocol()), proptest::collection::vec(port, 0..4)).prop_map(
-        |(cidr, protocol, ports)| Rule { entry: 0, target: Target::Cidr(cidr), protocol, ports, any_protocol: false },
+        |(cidr, protocol, ports)| Rule {
+            entry: 0,
+            target: Target::Cidr(cidr),
+            protocol,
+            ports,
+            any_protocol: false,
+            public: false,
+        },
     )
 }
 
@@ -216,6 +233,63 @@ fn any_policy() -> impl Strategy<Value = (Policy, Floor)> {
         ..Policy::default()
     });
     (policy, floor)
+}
+
+fn any_name() -> impl Strategy<Value = &'static str> {
+    prop_oneof![
+        Just("example.com"),
+        Just("a.example.com"),
+        Just("b.a.example.com"),
+        Just("example.org"),
+        Just("a.example.org"),
+    ]
+}
+
+fn any_names() -> impl Strategy<Value = Vec<Rule>> {
+    let ports = prop_oneof![Just(vec![]), Just(vec![443]), Just(vec![80, 5432])];
+    let one = (any_name(), any::<bool>(), any::<bool>(), ports).prop_map(|(text, star, wide, ports)| {
+        let text = if star { format!("*.{text}") } else { text.to_owned() };
+        Rule { any_protocol: wide && !ports.is_empty(), ports, ..name(0, &text) }
+    });
+    proptest::collection::vec(one, 0..4)
+}
+
+#[test]
+fn a_ceiling_says_which_entry_is_beyond_it() {
+    let open = Opening { range: cidr("10.5.0.0/24"), ports: vec![5432], protocol: None };
+    let floor = Floor::with([], vec![open]);
+    let list = allow(vec![
+        Rule { ports: vec![443], ..name(0, "*.example.com") },
+        range(1, "1.2.0.0/16"),
+        Rule { ports: vec![22], ..range(2, "1.3.0.0/16") },
+        Rule { ports: vec![80], ..range(3, "1.3.0.0/16") },
+    ]);
+    let beyond = |policy: &Policy, ceiling: &Policy| policy.beyond(ceiling, &floor);
+    let one = |rule: Rule| allow(vec![rule]);
+    assert_eq!(beyond(&Policy::public(), &list), Some(Beyond::Mode));
+    assert_eq!(beyond(&one(range(4, "1.3.0.0/24")), &list), Some(Beyond::Entry(4)));
+    assert_eq!(beyond(&one(name(5, "a.example.com")), &list), Some(Beyond::Entry(5)), "80 too");
+    assert_eq!(beyond(&one(name(6, "example.com")), &list), Some(Beyond::Entry(6)));
+    assert_eq!(beyond(&one(Rule { ports: vec![22, 80], ..range(7, "1.3.9.0/24") }), &list), None, "of two entries");
+    assert_eq!(beyond(&one(Rule { ports: vec![443], ..name(8, "a.example.com") }), &list), None);
+    assert_eq!(beyond(&Policy::default(), &list), None);
+    let wide = Rule { ports: vec![443], any_protocol: true, ..name(9, "a.example.com") };
+    assert_eq!(beyond(&one(wide), &list), Some(Beyond::Entry(9)), "any protocol");
+    // Of `public` alone the operator's openings are no part, nor names that are not public.
+    let opened = Rule { ports: vec![5432], ..range(10, "10.5.0.0/24") };
+    assert_eq!(beyond(&one(opened.clone()), &Policy::public()), Some(Beyond::Entry(10)));
+    assert_eq!(beyond(&one(opened.clone()), &one(opened.clone())), None);
+    assert_eq!(beyond(&one(name(11, "db.internal")), &Policy::public()), Some(Beyond::Entry(11)));
+    let by_name = Rule { ports: vec![5432], any_protocol: true, ..name(12, "db.example.com") };
+    let under = one(by_name).under(&Policy::public(), &floor);
+    assert!(under.rules[0].public && !floor.admits_to(&under.rules[0], at("10.5.0.7"), Protocol::Tcp, 5432));
+    let fast = Policy { egress_bytes_per_second: Some(9_000), ..Policy::public() };
+    let slow = Policy { egress_bytes_per_second: Some(5_000), ..Policy::public() };
+    assert_eq!(beyond(&fast, &slow), Some(Beyond::Egress { most: 5_000 }));
+    assert_eq!(Policy::public().under(&slow, &floor).egress_bytes_per_second, Some(5_000));
+    // What is not narrowed keeps its number, and so its connections.
+    let kept = Rule { ports: vec![22], ..range(0, "1.3.0.0/24") };
+    assert_eq!(one(kept.clone()).under(&list, &floor).rules[0].number(), kept.number());
 }
 
 proptest! {
@@ -248,6 +322,57 @@ proptest! {
             let same = (pair[0].class, pair[0].protocol) == (pair[1].class, pair[1].protocol);
             prop_assert!(!same || pair[0].last < pair[1].first);
         }
+    }
+
+    #[test]
+    fn what_both_allow_is_open_under_a_ceiling_and_nothing_else(
+        (policy, floor) in any_policy(), (ceiling, _) in any_policy(), others in proptest::collection::vec(any::<u32>(), 8),
+    ) {
+        let under = policy.under(&ceiling, &floor);
+        let (one, two, both) =
+            (Compiled::new(&policy, &floor), Compiled::new(&ceiling, &floor), Compiled::new(&under, &floor));
+        let is_within = policy.beyond(&ceiling, &floor).is_none();
+        let mut addresses: Vec<Ipv4Addr> = others.into_iter().map(Ipv4Addr::from_bits).collect();
+        let ranges = policy.rules.iter().chain(&ceiling.rules).filter_map(Rule::cidr);
+        for range in ranges.chain(floor.open.iter().map(|open| open.range)).chain(RESOLVERS.map(|at| Cidr::containing(at, 32))) {
+            let (first, last) = (range.first().to_bits(), range.last().to_bits());
+            addresses.extend([first, last, first.wrapping_sub(1), last.wrapping_add(1)].map(Ipv4Addr::from_bits));
+        }
+        let ports = policy.rules.iter().chain(&ceiling.rules).flat_map(|rule| rule.ports.clone());
+        let ports: Vec<u16> = ports.chain([22, 53, 80, 443, 853, 65535]).collect();
+        for address in addresses {
+            for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Icmp] {
+                for port in &ports {
+                    let port = if protocol == Protocol::Icmp { 0 } else { *port };
+                    let open = |compiled: &Compiled| compiled.allows(address, protocol, port).is_some();
+                    let wanted = open(&one) && open(&two);
+                    prop_assert!(wanted || !open(&both), "{} {:?} {}", address, protocol, port);
+                    // What cannot be said of public resolvers is closed.
+                    let lost = wanted && !open(&both);
+                    prop_assert!(!lost || RESOLVERS.contains(&address), "{} {:?} {}", address, protocol, port);
+                    prop_assert!(!is_within || RESOLVERS.contains(&address) || open(&both) == open(&one), "{} {:?} {}", address, protocol, port);
+                }
+            }
+        }
+        prop_assert_eq!(policy.under(&policy, &floor).mode, policy.mode);
+    }
+
+    #[test]
+    fn names_under_a_ceiling_are_those_of_both(one in any_names(), two in any_names(), name in any_name()) {
+        let floor = Floor::default();
+        let (one, two) = (allow(one), allow(two));
+        let name: HostName = name.parse().expect("name");
+        let ports = |policy: &Policy| -> BTreeSet<(u16, bool)> {
+            policy.named(&name).flat_map(|rule| rule.open_ports().iter().map(|port| (*port, rule.any_protocol))).collect()
+        };
+        let both = ports(&one.under(&two, &floor));
+        for port in [80, 443, 5432] {
+            let any = |of: &BTreeSet<(u16, bool)>| of.contains(&(port, true));
+            let open = |of: &BTreeSet<(u16, bool)>| any(of) || of.contains(&(port, false));
+            prop_assert_eq!(open(&both), open(&ports(&one)) && open(&ports(&two)));
+            prop_assert_eq!(any(&both), any(&ports(&one)) && any(&ports(&two)));
+        }
+        prop_assert_eq!(ports(&one.under(&Policy::public(), &floor)), ports(&one), "all of them are public");
     }
 
     #[test]

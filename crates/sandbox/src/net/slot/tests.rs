@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use super::*;
 use crate::cgroup::Hierarchies;
 use crate::id::{Slot as Number, UidBlock};
-use crate::net::policy::{Mode, Target};
+use crate::net::policy::{Mode, Protocol, Rule, Target};
 use crate::net::wall::{self, Wall};
 
 /// A public-looking address in `internet`, and one of its neighbour's.
@@ -291,7 +291,7 @@ fn comes(socket: &UdpSocket, within: Duration) -> Option<SocketAddr> {
 
 fn rule(cidr: &str, protocol: Option<Protocol>, ports: &[u16]) -> Rule {
     let target = Target::Cidr(cidr.parse().expect("cidr"));
-    Rule { entry: 0, target, protocol, ports: ports.to_vec(), any_protocol: false }
+    Rule { entry: 0, target, protocol, ports: ports.to_vec(), any_protocol: false, public: false }
 }
 
 fn allow(rules: Vec<Rule>) -> Policy {
@@ -582,6 +582,7 @@ fn names_open_addresses_for_new_flows_until_their_time_is_over() {
             protocol,
             ports: ports.to_vec(),
             any_protocol,
+            public: false,
         };
         let (wide, relayed) = (named(&[4000], true, Some(Protocol::Udp)), named(&[], false, None));
         slot.apply(allow(vec![wide.clone(), relayed.clone()]), &world.settings).expect("allow");
@@ -683,6 +684,33 @@ fn one_sandbox_cannot_take_what_is_for_all() {
 }
 
 #[test]
+fn a_firewall_that_drops_what_is_forwarded_is_seen_and_the_printed_rule_lets_sandboxes_through() {
+    in_a_world(211, |world| {
+        let _wall = world.wall();
+        let (_id, mut slot, mut guest) = world.slot(17);
+        slot.apply(Policy::public(), &world.settings).expect("public");
+        let server = world.udp(SERVER, 4000);
+        assert!(guest.reaches(&server));
+        let dropping = || crate::net::dropping_forward_chains().expect("chains");
+        assert!(dropping().is_empty(), "our own are taken for another's");
+        let docker =
+            "table ip filter {\n chain FORWARD {\n type filter hook forward priority filter; policy drop;\n }\n}\n";
+        nft::load(docker).expect("another firewall");
+        assert!(!guest.evades(&server), "it drops nothing");
+        assert_eq!(dropping(), ["ip filter FORWARD"]);
+        // As a person does with what `doctor` prints.
+        let rule = crate::net::forward_rules("ip filter FORWARD");
+        let done = std::process::Command::new("/bin/sh").args(["-c", &rule]).status().expect("sh");
+        assert!(done.success(), "{rule}");
+        assert!(guest.reaches(&server), "the rule lets nothing through");
+        assert!(dropping().is_empty(), "it is told once more");
+        for target in CLOSED.map(|address| world.udp(address, 4000)) {
+            assert!(!guest.evades(&target), "{target:?} was reached");
+        }
+    });
+}
+
+#[test]
 fn rates_hold_in_both_directions() {
     in_a_world(208, |world| {
         let _wall = world.wall();
@@ -747,5 +775,47 @@ fn a_wall_that_somebody_removes_is_put_back_and_nothing_is_left_at_the_end() {
         wall::remove(world.place.tag).expect("remove");
         wall::remove(world.place.tag).expect("absent is done");
         assert!(!wall::stands(world.place.tag));
+    });
+}
+
+/// `make bench`: that the two hundredth slot costs what the first did, and a change of policy little.
+#[test]
+#[ignore = "a figure"]
+fn figures_of_two_hundred_slots() {
+    const SLOTS: u16 = 200;
+    in_a_world(212, |world| {
+        let _wall = world.wall();
+        let mut settings = world.settings.clone();
+        settings.limits = Limits { connections: 64, ..Limits::default() };
+        let (mut kept, mut times) = (Vec::new(), Vec::new());
+        for number in 0..SLOTS {
+            let id = SandboxId::new(Number::new(number).expect("slot"));
+            let begun = Instant::now();
+            kept.push(Slot::prepare(&world.place, id, &settings, Device::Handed).expect("slot"));
+            times.push(begun.elapsed().as_secs_f64() * 1000.0);
+        }
+        let median = |times: &[f64]| {
+            let mut times = times.to_vec();
+            times.sort_by(f64::total_cmp);
+            times[times.len() / 2]
+        };
+        let (first, last) = (median(&times[..20]), median(&times[times.len() - 20..]));
+        println!(
+            "figure: slots, the last 20 of {SLOTS} against the first: {last:.1} ms, {first:.1} ms, ratio {:.2}, goal <= 1.5",
+            last / first
+        );
+        let rules = (0..100).map(|n| rule(&format!("9.{n}.0.0/16"), None, &[443])).collect();
+        let (wide, (slot, _)) = (allow(rules), &mut kept[0]);
+        let mut changes = Vec::new();
+        for round in 0..50 {
+            let policy = if round % 2 == 0 { wide.clone() } else { Policy::public() };
+            let begun = Instant::now();
+            slot.apply(policy, &settings).expect("change");
+            changes.push(begun.elapsed().as_secs_f64() * 1000.0);
+        }
+        let change = median(&changes);
+        println!("figure: change of a policy of 100 rules: {change:.2} ms, goal <= 10");
+        assert!(last / first <= 1.5, "slots cost more the more there are");
+        assert!(change <= 10.0, "a change takes too long");
     });
 }
