@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::id::{AppId, KeyId};
 use crate::scope::Scope;
-use crate::session::settings;
+use crate::session::{NetworkSpec, settings};
 
 settings! {
     /// What an App's Sessions get where they name nothing. What is absent is the daemon's own default.
@@ -78,6 +78,9 @@ pub struct AppSettings {
     /// The most that all of them may have.
     #[serde(default, skip_serializing_if = "is_default")]
     pub quota: AppQuota,
+    /// What its Sessions may reach at the most, and what those get that name nothing. Absent: what this instance allows.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkSpec>,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
@@ -103,6 +106,9 @@ pub struct CreateApp {
     /// The most that all of them may have.
     #[serde(default, skip_serializing_if = "is_default")]
     pub quota: AppQuota,
+    /// What its Sessions may reach at the most, and what those get that name nothing.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network: Option<NetworkSpec>,
 }
 
 /// Body of `PATCH /v1/apps/{app}`: each of these is replaced whole where it is present.
@@ -125,6 +131,9 @@ pub struct UpdateApp {
     /// The whole quota.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub quota: Option<AppQuota>,
+    /// What its Sessions may reach, from now on; `null` for what this instance allows.
+    #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::session::present")]
+    pub network: Option<Option<NetworkSpec>>,
 }
 
 /// One App.

@@ -50,9 +50,9 @@ pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
 pub use scope::{ADMIN, Scope, ScopeError};
 pub use secret::SecretText;
 pub use session::{
-    CreateSession, IfTerminated, NetworkMode, NetworkProtocol, NetworkRefused, NetworkRule, NetworkSpec, NetworkStats,
-    Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState, SessionStats, Setup,
-    UpdateSession,
+    CreateSession, IfTerminated, NameStats, NetworkMode, NetworkProtocol, NetworkRefused, NetworkRule, NetworkSpec,
+    NetworkStats, Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState,
+    SessionStats, Setup, UpdateSession,
 };
 pub use usage::{Amounts, UsageGroup, UsageReport};
 pub use workspace::{

@@ -318,7 +318,9 @@ pub struct UpdateSession {
 }
 
 /// Tells `null` from a field that is not there.
-fn present<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(deserializer: D) -> Result<Option<T>, D::Error> {
+pub(crate) fn present<'de, T: Deserialize<'de>, D: serde::Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Option<T>, D::Error> {
     T::deserialize(deserializer).map(Some)
 }
 
@@ -430,9 +432,12 @@ pub struct Session {
     pub reactivate: bool,
     /// Its network policy.
     pub network: NetworkSpec,
-    /// What of it opens more than it seems to.
+    /// What of it opens more than it seems to, and what its App does not allow any more.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub network_notes: Vec<String>,
+    /// What the networks of its Sandboxes carried and refused so far, all activations together; in `GET …/{session}` alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_used: Option<Box<NetworkStats>>,
     /// Its durable directory.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace: Option<SessionWorkspace>,
@@ -507,10 +512,13 @@ pub struct SessionStats {
     /// What the present Sandbox's network carried and refused, by the host.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkStats>,
+    /// The same of all its Sandboxes so far, this one's included.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub network_total: Option<Box<NetworkStats>>,
 }
 
 /// What a Sandbox's network carried and refused.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 pub struct NetworkStats {
     /// Bytes sent to somebody.
@@ -525,6 +533,26 @@ pub struct NetworkStats {
     pub connections: u64,
     /// Packets refused, by reason.
     pub refused: NetworkRefused,
+    /// Questions for names.
+    #[serde(default)]
+    pub names: NameStats,
+}
+
+/// What became of a Sandbox's questions for names.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct NameStats {
+    /// Questions.
+    pub asked: u64,
+    /// Of them, answered as asked.
+    pub answered: u64,
+    /// Addresses opened for names, each time counted.
+    pub opened: u64,
+    /// Addresses left out of answers because they are on the floor.
+    pub dropped: u64,
+    /// Questions that were not answered as asked, by reason.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub refused: BTreeMap<String, u64>,
 }
 
 /// Packets refused, by reason.

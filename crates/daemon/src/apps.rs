@@ -214,6 +214,17 @@ memory_mib = 4096
 
 [quota]
 sessions = 100
+
+[network]
+mode = \"allow\"
+egress_bytes_per_second = 1000000
+
+[[network.allow]]
+domain = \"*.example.com\"
+ports = [443]
+
+[[network.allow]]
+preset = \"pypi\"
 ";
 
     #[test]
@@ -251,7 +262,7 @@ sessions = 100
         assert!(error.message.contains("line 3") && error.message.contains("memory_mib"), "{error}");
         let error = refused("[defaults]\ncpus = \"two\"\n");
         assert_eq!(error.setting, "defaults.cpus");
-        assert!(refused("[network]\nmode = \"none\"\n").message.contains("network"));
+        assert!(refused("[networks]\nmode = \"none\"\n").message.contains("networks"));
         assert!(refused("a = ").message.contains("line 1"));
         assert!(!refused("\"\u{1b}[2J\" = 1").message.contains('\u{1b}'));
     }

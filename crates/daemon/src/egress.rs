@@ -19,13 +19,14 @@ use std::time::{Duration, Instant};
 use pepo_api::{AppId, SandboxId as ApiSandboxId, SessionId};
 use pepo_sandbox::host::{self, Doors};
 use pepo_sandbox::net::dns::{self, Lines, Resolver, Scope, Sockets, Tally};
-use pepo_sandbox::net::{Floor, Policy, relay};
+use pepo_sandbox::net::{Floor, Policy, Settings, relay};
 use pepo_sandbox::{Host, SandboxId};
 use tokio::sync::{mpsc, watch};
 use tokio_util::sync::{CancellationToken, DropGuard};
 
+use crate::network::Counts;
 use crate::store::{Event, Store};
-use log::{Item, Ledger, Line, What};
+use log::{Budget, Item, Ledger, Line, What};
 
 /// Events on their way to the ledger; one that listens too slowly misses some, the counts do not.
 const EVENTS: usize = 256;
@@ -56,8 +57,13 @@ struct Inner {
     store: Store,
     lines: Arc<Lines<Host>>,
     floor: Arc<Floor>,
+    questions_per_second: u32,
     live: Mutex<HashMap<SandboxId, Arc<Answering>>>,
+    budgets: Budgets,
 }
+
+/// What each App may still write.
+type Budgets = Arc<Mutex<HashMap<AppId, Budget>>>;
 
 impl std::fmt::Debug for Egress {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -66,10 +72,19 @@ impl std::fmt::Debug for Egress {
 }
 
 impl Egress {
-    /// For Sandboxes of that host over that floor.
-    pub fn new(host: Host, store: Store, floor: Floor) -> Self {
+    /// For Sandboxes of that host by these settings.
+    pub fn new(host: Host, store: Store, settings: &Settings) -> Self {
         let lines = Lines::new(host.clone());
-        Egress(Arc::new(Inner { lines, host, store, floor: Arc::new(floor), live: Mutex::default() }))
+        let questions_per_second = settings.limits.questions_per_second;
+        Egress(Arc::new(Inner {
+            lines,
+            host,
+            store,
+            floor: Arc::new(settings.floor.clone()),
+            questions_per_second,
+            live: Mutex::default(),
+            budgets: Arc::default(),
+        }))
     }
 
     fn live(&self) -> MutexGuard<'_, HashMap<SandboxId, Arc<Answering>>> {
@@ -98,9 +113,26 @@ impl Egress {
         self.live().remove(&id);
     }
 
-    /// What was counted of a Sandbox's questions.
+    /// What was counted of a Sandbox's questions since this life answers it.
     pub fn tally(&self, id: SandboxId) -> Option<Tally> {
         self.live().get(&id).map(|answering| answering.resolver.counts().tally())
+    }
+
+    /// Takes what of it is new since this was called last; none: nothing.
+    pub fn more(&self, id: SandboxId) -> Option<Counts> {
+        let answering = self.live().get(&id).map(Arc::clone)?;
+        let mut told = answering.told.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Counts::of_names(&answering.resolver.counts().tally());
+        let more = now.since(&told);
+        *told = now;
+        (!more.is_zero()).then_some(more)
+    }
+
+    /// What the next [`Egress::more`] would take.
+    pub fn untold(&self, id: SandboxId) -> Option<Counts> {
+        let answering = self.live().get(&id).map(Arc::clone)?;
+        let told = answering.told.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        Some(Counts::of_names(&answering.resolver.counts().tally()).since(&told))
     }
 
     fn scope(&self, policy: Policy) -> Scope {
@@ -120,10 +152,10 @@ impl Egress {
         let resolver = Resolver::new(Arc::clone(&inner.lines), doors, self.scope(policy), names);
         // Before the guest can want it; later ones are started in the background.
         let first = if *wanted.borrow() { Some(inner.host.relay(id).await?) } else { None };
-        let served = Arc::clone(&resolver);
+        let (served, rate) = (Arc::clone(&resolver), inner.questions_per_second);
         let until = end.clone();
         tokio::spawn(async move {
-            if let Err(error) = dns::serve(Sockets { udp, tcp }, served, until).await {
+            if let Err(error) = dns::serve(Sockets { udp, tcp }, served, rate, until).await {
                 tracing::error!(sandbox = %id, %error, "its questions for names cannot be answered");
             }
         });
@@ -136,8 +168,9 @@ impl Egress {
             end: end.clone(),
         };
         tokio::spawn(relaying.keep(first, wanted));
-        tokio::spawn(tell(inner.store.clone(), whose, of_names, of_ways, end));
-        Ok(Answering { resolver, relays, changed, _end: guard })
+        let log = Log { store: inner.store.clone(), budgets: Arc::clone(&inner.budgets), whose };
+        tokio::spawn(log.tell(of_names, of_ways, end));
+        Ok(Answering { resolver, relays, changed, told: Mutex::default(), _end: guard })
     }
 }
 
@@ -146,6 +179,8 @@ struct Answering {
     resolver: Arc<Resolver<Host, Doors>>,
     relays: watch::Sender<bool>,
     changed: watch::Sender<u64>,
+    /// What of its counts was taken.
+    told: Mutex<Counts>,
     _end: DropGuard,
 }
 
@@ -207,29 +242,57 @@ impl Relaying {
     }
 }
 
-/// Writes what is told.
-async fn tell(
+/// Where what is told of one Sandbox goes.
+struct Log {
     store: Store,
+    budgets: Budgets,
     whose: Whose,
-    mut names: mpsc::Receiver<dns::Event>,
-    mut ways: mpsc::Receiver<relay::Event>,
-    end: CancellationToken,
-) {
-    let mut ledger = Ledger::new(Instant::now());
-    let write = |line: Line| store.record(event(whose, line));
-    loop {
-        let item = tokio::select! {
-            () = end.cancelled() => break,
-            Some(event) = names.recv() => of_names(event),
-            Some(event) = ways.recv() => of_ways(event),
-            () = tokio::time::sleep_until(ledger.until().into()) => {
-                ledger.turn(Instant::now()).into_iter().for_each(write);
-                continue;
-            }
-        };
-        ledger.take(item).into_iter().for_each(write);
+}
+
+impl Log {
+    /// Writes what is told.
+    async fn tell(
+        self,
+        mut names: mpsc::Receiver<dns::Event>,
+        mut ways: mpsc::Receiver<relay::Event>,
+        end: CancellationToken,
+    ) {
+        let mut ledger = Ledger::new(Instant::now());
+        loop {
+            let item = tokio::select! {
+                () = end.cancelled() => break,
+                Some(event) = names.recv() => of_names(event),
+                Some(event) = ways.recv() => of_ways(event),
+                () = tokio::time::sleep_until(ledger.until().into()) => {
+                    ledger.turn(Instant::now()).into_iter().for_each(|line| self.write(line));
+                    self.turn();
+                    continue;
+                }
+            };
+            ledger.take(item).into_iter().for_each(|line| self.write(line));
+        }
+        ledger.turn(Instant::now()).into_iter().for_each(|line| self.write(line));
     }
-    ledger.turn(Instant::now()).into_iter().for_each(write);
+
+    fn write(&self, line: Line) {
+        self.turn();
+        if self.budget(Budget::take) {
+            self.store.record(event(self.whose, line));
+        }
+    }
+
+    /// Says what was left out in a window that is over.
+    fn turn(&self) {
+        if let Some(left_out) = self.budget(|budget| budget.turn(Instant::now())) {
+            let event = Event::new("network.omitted").app(self.whose.app).detail("count", left_out);
+            self.store.record(event);
+        }
+    }
+
+    fn budget<T>(&self, work: impl FnOnce(&mut Budget) -> T) -> T {
+        let mut budgets = self.budgets.lock().unwrap_or_else(PoisonError::into_inner);
+        work(budgets.entry(self.whose.app).or_insert_with(|| Budget::new(Instant::now())))
+    }
 }
 
 fn of_names(event: dns::Event) -> Item {

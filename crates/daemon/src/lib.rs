@@ -56,6 +56,7 @@ use apps::Apps;
 use config::{Config, PoolConfig};
 use image::Images;
 use image::left::Builds;
+use network::Reach;
 use secrets::Vault;
 use server::{Listener, Streams, Turns};
 use session::{Error, Files, FindImage, Sessions};
@@ -119,7 +120,7 @@ struct Parts {
     sessions: Sessions,
     images: Arc<Images>,
     store: Store,
-    apps: Apps,
+    apps: Arc<Apps>,
     streams: Streams,
     turns: Turns,
     edge_has: watch::Sender<EdgeHas>,
@@ -175,7 +176,8 @@ impl Pepod {
         } = begun;
         let host = Host::new(host).context("cannot speak to the privileged side")?;
         let store = Store::open(&config.places.store()).context("cannot open the store")?;
-        let apps = Apps::open(store.clone()).context("cannot read the Apps")?;
+        network::floor::audit(&store, &config).await.context("cannot take down what the floor is")?;
+        let apps = Arc::new(Apps::open(store.clone()).context("cannot read the Apps")?);
         let vault = Vault::open(&config.places.store_directory(), store.has_secrets()?)
             .context("cannot open what secrets are sealed with")?;
         let agent = guest_agent(&config)?;
@@ -186,7 +188,8 @@ impl Pepod {
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
         let workspaces = Workspaces::new(store.clone(), host.clone(), config.workspace.clone());
         let (find, settings) = (finder(&images, vmm), config.sandbox.clone());
-        let sessions = Sessions::new(workspaces, vault, find, settings, pool, vmm, network);
+        let reach = Reach::new(network, Arc::clone(&apps));
+        let sessions = Sessions::new(workspaces, vault, find, settings, pool, vmm, reach);
         let pepod = Pepod(Arc::new(Parts {
             guest_digest: digest_of(&agent).with_context(|| format!("cannot read {}", agent.display()))?,
             config,

@@ -28,6 +28,7 @@ use prometheus_client::registry::Registry;
 use tokio::sync::Semaphore;
 
 use crate::Pepod;
+use crate::network::Counts;
 use crate::pressure::Readings;
 
 /// Connections at once.
@@ -37,6 +38,8 @@ const CONNECTIONS: usize = 32;
 const HEAD_WITHIN: Duration = Duration::from_secs(10);
 
 type One = [(&'static str, &'static str); 1];
+/// A reason of a closed set that another module has.
+type Told = [(&'static str, String); 1];
 type Two = [(&'static str, &'static str); 2];
 type Seconds = fn() -> Histogram;
 
@@ -92,6 +95,18 @@ metrics! {
         "sandbox_memory_bytes", "Memory of their processes on the host";
     sandbox_disk: Gauge = Gauge::default(),
         "sandbox_disk_bytes", "What their scratch disks take";
+    network_bytes: Family<One, Counter> = Family::default(),
+        "network_bytes", "Bytes that Sandboxes sent and received";
+    network_packets: Family<One, Counter> = Family::default(),
+        "network_packets", "Packets of the same";
+    network_connections: Counter = Counter::default(),
+        "network_connections", "Connections that left a Sandbox";
+    network_refused: Family<Told, Counter> = Family::default(),
+        "network_refused", "Packets refused, by reason";
+    names_asked: Counter = Counter::default(),
+        "names_asked", "Questions of Sandboxes for names";
+    names_refused: Family<Told, Counter> = Family::default(),
+        "names_refused", "Of those, the ones not answered as asked, by reason";
     pool_ready: Gauge = Gauge::default(),
         "pool_ready", "Sandboxes that wait ready";
     owed: Gauge = Gauge::default(),
@@ -241,6 +256,23 @@ impl Metrics {
     /// Sandboxes used that much more.
     pub fn used_cpu(&self, more: Duration) {
         self.sandbox_cpu.inc_by(more.as_secs_f64());
+    }
+
+    /// Networks of Sandboxes carried and refused that much more.
+    pub fn carried(&self, more: &Counts) {
+        for (direction, bytes, packets) in
+            [("sent", "sent_bytes", "sent_packets"), ("received", "received_bytes", "received_packets")]
+        {
+            self.network_bytes.get_or_create(&[("direction", direction)]).inc_by(more.get(bytes));
+            self.network_packets.get_or_create(&[("direction", direction)]).inc_by(more.get(packets));
+        }
+        self.network_connections.inc_by(more.get("connections"));
+        self.names_asked.inc_by(more.get("names.asked"));
+        for (family, front) in [(&self.network_refused, "refused."), (&self.names_refused, "names.refused.")] {
+            for (reason, count) in more.below(front) {
+                family.get_or_create(&[("reason", reason.to_owned())]).inc_by(count);
+            }
+        }
     }
 
     /// Everything, as Prometheus reads it.

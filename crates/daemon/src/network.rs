@@ -3,11 +3,18 @@
 //!
 //! A Session keeps what was said (presets by name); what that means is worked out at each activation and change.
 
+mod counts;
+pub mod floor;
+mod reach;
+
 use pepo_api::{NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec};
 use pepo_sandbox::net::policy::{self, Error};
 use pepo_sandbox::net::{Cidr, Mode, Pattern, Policy, Protocol, Rule, Settings, Target};
 
 use crate::preset::Presets;
+
+pub use counts::Counts;
+pub use reach::Reach;
 
 /// What this instance says about the network. Absent where Sandboxes have none.
 #[derive(Clone, Debug)]
@@ -122,7 +129,7 @@ fn rule(entry: &NetworkRule, place: u16) -> Result<Rule, Wrong> {
         NetworkProtocol::Udp => Protocol::Udp,
         NetworkProtocol::Icmp => Protocol::Icmp,
     });
-    Ok(Rule { entry: place, target, protocol, ports: ports.clone(), any_protocol: *any_protocol })
+    Ok(Rule { entry: place, target, protocol, ports: ports.clone(), any_protocol: *any_protocol, public: false })
 }
 
 fn preset(network: &Network, name: &str, entry: &NetworkRule, place: u16) -> Result<Vec<Rule>, Wrong> {
@@ -135,7 +142,7 @@ fn preset(network: &Network, name: &str, entry: &NetworkRule, place: u16) -> Res
     };
     let rule = |entry: &crate::preset::Entry| {
         let (target, ports) = (entry.target.clone(), entry.ports.clone());
-        Rule { entry: place, target, protocol: None, ports, any_protocol: false }
+        Rule { entry: place, target, protocol: None, ports, any_protocol: false, public: false }
     };
     Ok(preset.entries.iter().map(rule).collect())
 }
@@ -151,11 +158,6 @@ pub fn notes(spec: &NetworkSpec) -> Vec<String> {
         )
     })
     .collect()
-}
-
-/// What a Session has that names no policy.
-pub fn unnamed(network: Option<&Network>) -> NetworkSpec {
-    NetworkSpec { mode: network.map_or(NetworkMode::None, |network| network.default), ..NetworkSpec::default() }
 }
 
 #[cfg(test)]
@@ -227,8 +229,6 @@ mod tests {
         assert_eq!(policy(None, &spec(NetworkMode::None)), Ok(Policy::default()));
         let wrong = policy(None, &spec(NetworkMode::Public)).expect_err("public");
         assert_eq!(wrong.message, "this host gives Sandboxes no network interface; use `none`");
-        assert_eq!(unnamed(None).mode, NetworkMode::None);
-        assert_eq!(unnamed(Some(&network())).mode, NetworkMode::Public);
     }
 
     #[test]

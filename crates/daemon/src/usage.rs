@@ -78,6 +78,7 @@ pub async fn run(sessions: Sessions) {
             METRICS.used_cpu(Duration::from_nanos(usage.cpu_ns.saturating_sub(before)));
             now.insert(id, usage.cpu_ns);
             sessions.store().write_later(Write::Usage(sample(id, &usage, traffic.as_ref()), Purpose::Look)).await;
+            sessions.count_network(id, traffic.as_ref());
         }
         seen = now;
         *LAST.lock().unwrap_or_else(PoisonError::into_inner) = sum;

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Subcommand};
 use pepo_api::client::Client;
 use pepo_api::query::{ApplyFile, ListApps, RemoveApp, ShowFile};
-use pepo_api::{App as Record, AppDefaults, AppLimits, AppQuota, AppliedFile, CreateApp, UpdateApp};
+use pepo_api::{App as Record, AppDefaults, AppLimits, AppQuota, AppliedFile, CreateApp, NetworkSpec, UpdateApp};
 
 use crate::fail::{Failure, Outcome};
 use crate::place::Place;
@@ -88,6 +88,9 @@ struct Settings {
     /// Caps of Workspaces together
     #[arg(long, value_name = "SIZE", value_parser = value::mebibytes, help_heading = "The most that all of them may have")]
     quota_workspaces: Option<u32>,
+    /// What its Sessions may reach at the most, and get where they name nothing: `none`, `public`, `allow=ENTRY,…`
+    #[arg(long, value_name = "POLICY", value_parser = value::network, help_heading = "The most that one Session may ask for")]
+    net: Option<NetworkSpec>,
 }
 
 impl Settings {
@@ -223,7 +226,8 @@ impl App {
                 let (defaults, limits, quota) =
                     verb.settings.over(Default::default(), Default::default(), Default::default());
                 let labels = verb.labels.iter().cloned().collect();
-                let body = CreateApp { name: verb.name.clone(), labels, defaults, limits, quota };
+                let network = verb.settings.net.clone();
+                let body = CreateApp { name: verb.name.clone(), labels, defaults, limits, quota, network };
                 print(&client.app_create(&body).await?, verb.json)
             }
             App::Ls(verb) => {
@@ -293,7 +297,12 @@ impl Update {
             let before = (now.defaults.clone(), now.limits.clone(), now.quota.clone());
             let (defaults, limits, quota) = self.settings.over(now.defaults, now.limits, now.quota);
             let (mut defaults, mut limits, mut quota) = (plain(&defaults)?, plain(&limits)?, plain(&quota)?);
+            body.network = self.settings.net.clone().map(Some);
             for name in &self.unset {
+                if name == "network" && now.network.is_some() {
+                    body.network = Some(None);
+                    continue;
+                }
                 let (group, setting) = name.split_once('.').unwrap_or((name, ""));
                 let from = match group {
                     "defaults" => &mut defaults,

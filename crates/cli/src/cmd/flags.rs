@@ -29,7 +29,7 @@ pub struct Shape {
     /// Scratch disk; costs what is written
     #[arg(long, value_name = "SIZE", value_parser = value::mebibytes)]
     pub disk: Option<u32>,
-    /// Network: `none`, the only one in this release
+    /// Network: `none`, `public`, or `allow=` and presets, names and ranges with commas between
     #[arg(long, value_name = "POLICY", value_parser = value::network)]
     pub net: Option<NetworkSpec>,
     /// A name to use in place of the id

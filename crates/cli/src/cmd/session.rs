@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use clap::{Args, Subcommand, ValueEnum};
 use pepo_api::client::Client;
 use pepo_api::query::{ListSessions, ShowServices, ShowSession};
-use pepo_api::{IfTerminated, Service, ServiceState, Session as Record, SessionState, UpdateSession};
+use pepo_api::{IfTerminated, NetworkStats, Service, ServiceState, Session as Record, SessionState, UpdateSession};
 
 use super::flags::{Begins, Environment, Secrets, Shape};
 use super::run::{end, wait_active};
@@ -352,6 +352,7 @@ fn details(session: &Record, services: &[Service]) -> String {
         ("memory", render::mebibytes(session.memory_mib)),
         ("disk", render::mebibytes(session.disk_mib)),
         ("network", network(session)),
+        ("traffic", session.network_used.as_ref().map_or_else(String::new, |used| traffic(used))),
         ("keep alive", format!("{} s", session.keep_alive_seconds)),
         ("reactivate", if session.reactivate { "yes".into() } else { String::new() }),
         ("setup", session.setup.as_ref().map_or_else(String::new, |setup| setup.command.clone())),
@@ -369,6 +370,9 @@ fn details(session: &Record, services: &[Service]) -> String {
         ("active since", time(session.active_at)),
         ("expires", time(session.expires_at)),
     ]);
+    for note in &session.network_notes {
+        text.push_str(&format!("network: {}\n", crate::escape::line(note)));
+    }
     if let Some(end) = ended.or(session.last_end.as_ref()) {
         for line in &end.last_console_lines {
             text.push_str(&format!("console: {}\n", crate::escape::line(line)));
@@ -423,6 +427,33 @@ fn network(session: &pepo_api::Session) -> String {
     let entries = entries.map(entry).collect::<Vec<_>>().join(", ");
     let mode = render::word(&session.network.mode);
     if entries.is_empty() { mode } else { format!("{mode}: {entries}") }
+}
+
+/// What its Sandboxes' networks carried and refused, in one line; reasons that never were are left out.
+fn traffic(used: &NetworkStats) -> String {
+    let refused = match serde_json::to_value(used.refused) {
+        Ok(serde_json::Value::Object(reasons)) => reasons,
+        _ => Default::default(),
+    };
+    let counted = |reasons: Vec<(String, u64)>| {
+        let reasons = reasons.into_iter().filter(|(_, count)| *count > 0);
+        reasons.map(|(reason, count)| format!("{reason} {count}")).collect::<Vec<_>>().join(", ")
+    };
+    let packets = counted(refused.into_iter().filter_map(|(reason, count)| Some((reason, count.as_u64()?))).collect());
+    let names = counted(used.names.refused.clone().into_iter().collect());
+    let mut text = format!(
+        "{} sent, {} received, {} connections, {} names asked",
+        render::size(used.sent_bytes),
+        render::size(used.received_bytes),
+        used.connections,
+        used.names.asked
+    );
+    for (what, of) in [("packets", packets), ("names", names)] {
+        if !of.is_empty() {
+            text.push_str(&format!("; {what} refused: {of}"));
+        }
+    }
+    text
 }
 
 impl Update {

@@ -117,6 +117,8 @@ mod tests {
                 wanted("10.8.0.0/16", &[], Some(Protocol::Icmp)),
             ]
         );
+        let written: Vec<String> = read.iter().map(ToString::to_string).collect();
+        assert_eq!(written, ["10.5.0.0/24:5432+22/tcp", "10.6.0.1/32", "10.7.0.1/32:53/udp", "10.8.0.0/16/icmp"]);
         for bad in ["10.5.0.1/24", "10.5.0.0/24:0", "10.5.0.0/24:x", "10.5.0.0/24:1/icmp", "10.5.0.0/24/sctp", "::1"] {
             assert!(open(bad).is_err(), "{bad} was taken");
         }

@@ -244,18 +244,19 @@ pub fn network(config: &Config, guarded: &Result<(), String>) -> Vec<Check> {
             ));
         }
     }
+    checks.extend(crate::network::floor::finding(&config.network.settings.floor));
     match pepo_sandbox::net::dropping_forward_chains() {
         Ok(chains) => checks.extend(chains.into_iter().map(|chain| {
             wrong(
                 "forwarding",
                 Severity::Warning,
                 format!("the chain {chain} drops what is forwarded: Sandboxes reach nothing through it"),
-                format!(
-                    "nft insert rule {chain} iifname \"pp*\" accept; nft insert rule {chain} oifname \"pp*\" ct state established,related accept"
-                ),
+                pepo_sandbox::net::forward_rules(&chain),
             )
         })),
-        Err(reason) => checks.push(check("forwarding", Severity::Info, format!("the host's other rules cannot be read: {reason}"))),
+        Err(reason) => {
+            checks.push(check("forwarding", Severity::Info, format!("the host's other rules cannot be read: {reason}")))
+        }
     }
     checks
 }

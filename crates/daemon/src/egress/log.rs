@@ -1,7 +1,9 @@
 //! What of a Sandbox's network is told: the first of each kind at once, the rest counted and told once a minute. Pure.
 //!
 //! A guest decides how often it asks and for how many names, so what it can have written is bounded whatever it does:
-//! [`KINDS`] lines at once and as many a minute for one Sandbox; beyond that a line without a name counts the others.
+//! [`KINDS`] lines at once and as many a minute for one Sandbox; beyond that a line without a name counts the others. An
+//! App decides how many Sandboxes it has: all of them together write [`OF_APP`] lines a minute, so that one App does not
+//! push what others did out of the log.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
@@ -14,6 +16,9 @@ const WINDOW: Duration = Duration::from_secs(60);
 
 /// Different lines in a window.
 const KINDS: usize = 64;
+
+/// Lines of all Sandboxes of one App in a window.
+const OF_APP: u64 = 512;
 
 /// What is told.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -129,6 +134,38 @@ impl Ledger {
     }
 }
 
+/// One App's account over all its Sandboxes.
+#[derive(Debug)]
+pub struct Budget {
+    until: Instant,
+    written: u64,
+    left_out: u64,
+}
+
+impl Budget {
+    /// A full one.
+    pub fn new(now: Instant) -> Self {
+        Budget { until: now + WINDOW, written: 0, left_out: 0 }
+    }
+
+    /// Whether one more line is written.
+    pub fn take(&mut self) -> bool {
+        let has_room = self.written < OF_APP;
+        *(if has_room { &mut self.written } else { &mut self.left_out }) += 1;
+        has_room
+    }
+
+    /// Begins a new window, if this one is over: how many lines it left out, if any.
+    pub fn turn(&mut self, now: Instant) -> Option<u64> {
+        if now < self.until {
+            return None;
+        }
+        let left_out = self.left_out;
+        *self = Budget::new(now);
+        (left_out > 0).then_some(left_out)
+    }
+}
+
 fn count(counted: &mut Option<Line>, item: Item) {
     match counted {
         Some(line) => {
@@ -166,6 +203,18 @@ mod tests {
         // A new window begins anew.
         assert!(ledger.take(refused("a.example.com")).is_some());
         assert_eq!(ledger.turn(now + WINDOW * 2), []);
+    }
+
+    #[test]
+    fn an_app_with_many_sandboxes_writes_little_too() {
+        let now = Instant::now();
+        let mut budget = Budget::new(now);
+        let written = (0..10_000).filter(|_| budget.take()).count() as u64;
+        assert_eq!(written, OF_APP);
+        assert_eq!(budget.turn(now), None, "the window is not over");
+        assert_eq!(budget.turn(now + WINDOW), Some(10_000 - OF_APP));
+        assert!(budget.take());
+        assert_eq!(budget.turn(now + WINDOW * 2), None, "nothing was left out");
     }
 
     #[test]

@@ -57,10 +57,10 @@ async fn shown(pepod: &Pepod, app: &AppRow) -> Result<App, Problem> {
 
 async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateApp>) -> Result<Response, Problem> {
     let Asked { body, once } = asked;
-    let CreateApp { name, labels, defaults, limits, quota } = body;
-    let settings = AppSettings { labels, defaults, limits, quota };
+    let CreateApp { name, labels, defaults, limits, quota, network } = body;
+    let settings = AppSettings { labels, defaults, limits, quota, network };
     check_app_name(&name)?;
-    check(&settings)?;
+    check(&pepod, &settings)?;
     let find = |pepod: Pepod, id: AppId| async move {
         match pepod.apps().get(id) {
             Some(app) => made(&pepod, &app).await.map(Some),
@@ -114,21 +114,31 @@ async fn update(
     Json(body): Json<UpdateApp>,
 ) -> Result<Response, Problem> {
     let app = find(&pepod, call, &which)?;
-    let UpdateApp { name, labels, defaults, limits, quota } = body;
+    let UpdateApp { name, labels, defaults, limits, quota, network } = body;
     let settings = AppSettings {
         labels: labels.unwrap_or_else(|| app.settings.labels.clone()),
         defaults: defaults.unwrap_or_else(|| app.settings.defaults.clone()),
         limits: limits.unwrap_or_else(|| app.settings.limits.clone()),
         quota: quota.unwrap_or_else(|| app.settings.quota.clone()),
+        network: network.unwrap_or_else(|| app.settings.network.clone()),
     };
     if let Some(name) = &name {
         rename(&pepod, call, &app, name)?;
     }
     may(call, &app, &settings)?;
-    check(&settings)?;
+    check(&pepod, &settings)?;
     let wanted = Wanted { name: name.unwrap_or_else(|| app.name.clone()), settings, text: None };
-    let app = pepod.apps().change(&app, wanted, call.actor()).await.map_err(named)?;
+    let app = change(&pepod, call, &app, wanted).await?;
     Ok(axum::Json(shown(&pepod, &app).await?).into_response())
+}
+
+/// Makes an App into what is wanted. What it no longer allows its Sessions to reach is closed when this returns.
+async fn change(pepod: &Pepod, call: Call, app: &AppRow, wanted: Wanted) -> Result<Arc<AppRow>, Problem> {
+    let changed = pepod.apps().change(app, wanted, call.actor()).await.map_err(named)?;
+    if changed.settings.network != app.settings.network {
+        pepod.sessions().narrow(changed.id).await;
+    }
+    Ok(changed)
 }
 
 fn rename(pepod: &Pepod, call: Call, app: &AppRow, name: &str) -> Result<(), Problem> {
@@ -225,14 +235,14 @@ async fn file_apply(
         return Err(Problem::new(ErrorCode::Conflict, message).param_of("if_version"));
     }
     may(call, &app, &settings)?;
-    check(&settings)?;
+    check(&pepod, &settings)?;
     let changes = apps::changes(&app.settings, &settings);
     let same = changes.is_empty() && pepod.store().app_file(app.id, app.version).await?.as_deref() == Some(&text);
     if query.dry_run == Some(true) || same {
         return Ok(axum::Json(AppliedFile { version: app.version, changes, applied: false }).into_response());
     }
     let wanted = Wanted { name: app.name.clone(), settings, text: Some(text) };
-    let app = pepod.apps().change(&app, wanted, call.actor()).await.map_err(named)?;
+    let app = change(&pepod, call, &app, wanted).await?;
     Ok(axum::Json(AppliedFile { version: app.version, changes, applied: true }).into_response())
 }
 
@@ -253,8 +263,15 @@ fn check_app_name(name: &str) -> Result<(), Problem> {
     }
 }
 
-fn check(settings: &AppSettings) -> Result<(), Problem> {
-    let AppSettings { labels, defaults, limits, quota: _ } = settings;
+fn check(pepod: &Pepod, settings: &AppSettings) -> Result<(), Problem> {
+    if let Some(network) = &settings.network {
+        crate::network::policy(pepod.sessions().reach().network(), network)?;
+    }
+    check_numbers(settings)
+}
+
+fn check_numbers(settings: &AppSettings) -> Result<(), Problem> {
+    let AppSettings { labels, defaults, limits, quota: _, network: _ } = settings;
     check_labels(labels)?;
     let AppDefaults { image, cpus, memory_mib, disk_mib, keep_alive_seconds, expires_seconds } = defaults;
     if let Some(image) = image
@@ -341,13 +358,13 @@ mod tests {
         let refused = |change: fn(&mut AppSettings)| {
             let mut settings = AppSettings::default();
             change(&mut settings);
-            check(&settings).map_err(|problem| problem.0.param.unwrap_or_default()).expect_err("refused")
+            check_numbers(&settings).map_err(|problem| problem.0.param.unwrap_or_default()).expect_err("refused")
         };
         assert_eq!(refused(|s| s.defaults.cpus = Some(0)), "defaults.cpus");
         assert_eq!(refused(|s| s.limits.memory_mib = Some(1)), "limits.memory_mib");
         assert_eq!(refused(|s| (s.defaults.cpus, s.limits.cpus) = (Some(3), Some(2))), "defaults.cpus");
         assert_eq!(refused(|s| s.defaults.image = Some(String::new())), "defaults.image");
         assert_eq!(refused(|s| s.defaults.keep_alive_seconds = Some(u64::MAX)), "defaults.keep_alive_seconds");
-        assert!(check(&AppSettings::default()).is_ok());
+        assert!(check_numbers(&AppSettings::default()).is_ok());
     }
 }

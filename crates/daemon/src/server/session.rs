@@ -9,11 +9,8 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
 use pepo_api::query::{ListSessions, ShowConsole, ShowServices, ShowSession};
 use pepo_api::{
-    CreateSession, IfTerminated, NetworkRefused, NetworkStats, Page, Reason, Session, SessionId, SessionStats,
-    SessionWorkspace, UpdateSession, route,
+    CreateSession, IfTerminated, Page, Reason, Session, SessionId, SessionStats, SessionWorkspace, UpdateSession, route,
 };
-
-use pepo_sandbox::net::Traffic;
 
 use super::once::{self, Asked};
 use super::settings;
@@ -184,9 +181,18 @@ async fn show(
                 Some(after) => session.changed(after, wait).await,
                 None => session.now(),
             };
-            Ok(with_activation(now.activation, axum::Json(shown(&session, &now))))
+            let mut shown = shown(&session, &now);
+            shown.network_used =
+                pepod.store().carried(session.id(), None).await.map_err(Error::from)?.map(|all| Box::new(all.shown()));
+            shown.network_notes.extend(pepod.sessions().reach().notes(session.app(), &now.spec.network));
+            Ok(with_activation(now.activation, axum::Json(shown)))
         }
-        Found::Ended(row) => Ok(with_activation(row.activation, axum::Json(shown_row(*row)))),
+        Found::Ended(row) => {
+            let mut shown = shown_row(*row);
+            shown.network_used =
+                pepod.store().carried(shown.id, None).await.map_err(Error::from)?.map(|all| Box::new(all.shown()));
+            Ok(with_activation(shown.activation, axum::Json(shown)))
+        }
     }
 }
 
@@ -258,35 +264,45 @@ async fn stats(
 ) -> Result<Response, Problem> {
     let session = pepod.sessions().find(call.app, &which).await?.live()?;
     session.is_still(call.activation)?;
-    let first = used(&session).await?;
+    let first = used(&pepod, &session).await?;
     let activation = session.now().activation;
     if !super::command::wants_events(&headers) {
         return Ok(with_activation(activation, axum::Json(first)));
     }
     // It ends with the Sandbox: a look at the next one is asked for anew.
-    let following = futures_util::stream::unfold((session, Some(first)), move |(session, first)| async move {
-        let shown = match first {
-            Some(first) => first,
-            None => {
-                tokio::time::sleep(STATS_EVERY).await;
-                if session.now().activation != activation {
-                    return None;
+    let following =
+        futures_util::stream::unfold((pepod, session, Some(first)), move |(pepod, session, first)| async move {
+            let shown = match first {
+                Some(first) => first,
+                None => {
+                    tokio::time::sleep(STATS_EVERY).await;
+                    if session.now().activation != activation {
+                        return None;
+                    }
+                    used(&pepod, &session).await.ok()?
                 }
-                used(&session).await.ok()?
-            }
-        };
-        Some((Ok::<_, std::convert::Infallible>(super::events::event("stats", None, &shown)), (session, None)))
-    });
+            };
+            Some((
+                Ok::<_, std::convert::Infallible>(super::events::event("stats", None, &shown)),
+                (pepod, session, None),
+            ))
+        });
     Ok(with_activation(activation, super::events::sse(following)))
 }
 
 /// What its Sandbox uses now. Looking is no use: it neither waits for a Sandbox nor keeps one.
-async fn used(session: &Handle) -> Result<SessionStats, Problem> {
+async fn used(pepod: &Pepod, session: &Handle) -> Result<SessionStats, Problem> {
     let guest = session
         .guest()
         .ok_or_else(|| Problem::new(pepo_api::ErrorCode::Conflict, format!("{} has no Sandbox now", session.id())))?;
     let (stats, usage, traffic) = tokio::join!(guest.stats(), session.usage(), session.traffic());
     let (stats, usage, traffic) = (stats?, usage?, traffic?);
+    let sessions = pepod.sessions();
+    let now = traffic.as_ref().map(|traffic| sessions.counted_network(session, traffic));
+    let total = match traffic {
+        Some(traffic) => sessions.total_network(session, &traffic).await?,
+        None => None,
+    };
     Ok(SessionStats {
         uptime_ms: stats.uptime_ms,
         cpu_ms: stats.cpu_ms,
@@ -301,31 +317,9 @@ async fn used(session: &Handle) -> Result<SessionStats, Problem> {
         host_disk_bytes: usage.disk_bytes,
         read_bytes: usage.read_bytes,
         write_bytes: usage.write_bytes,
-        network: traffic.map(carried),
+        network: now.map(|now| now.shown()),
+        network_total: total.map(|total| Box::new(total.shown())),
     })
-}
-
-fn carried(traffic: Traffic) -> NetworkStats {
-    let Traffic { sent_bytes, sent_packets, received_bytes, received_packets, connections, refused } = traffic;
-    NetworkStats {
-        sent_bytes,
-        sent_packets,
-        received_bytes,
-        received_packets,
-        connections,
-        refused: NetworkRefused {
-            unlisted: refused.unlisted,
-            floor: refused.floor,
-            revoked: refused.revoked,
-            connections: refused.connections,
-            rate: refused.rate,
-            packets: refused.packets,
-            questions: refused.questions,
-            spoofed: refused.spoofed,
-            malformed: refused.malformed,
-            inbound: refused.inbound,
-        },
-    }
 }
 
 async fn console(
@@ -411,6 +405,7 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         services: now.spec.services.clone(),
         network_notes: network::notes(&now.spec.network),
         network: now.spec.network.clone(),
+        network_used: None,
         workspace: now.spec.workspace.as_ref().map(in_use),
         persist: now.spec.persist.clone(),
         env: now.spec.env.clone(),
@@ -447,6 +442,7 @@ fn shown_row(row: SessionRow) -> Session {
         services: row.spec.services,
         network_notes: network::notes(&row.spec.network),
         network: row.spec.network,
+        network_used: None,
         workspace: row.spec.workspace.as_ref().map(in_use),
         persist: row.spec.persist,
         env: row.spec.env,

@@ -4,18 +4,17 @@
 use std::collections::BTreeMap;
 
 use pepo_api::{
-    CreateSession, ErrorCode, ImageId, NetworkSpec, SecretText, ServiceSpec, SessionId, Setup, UpdateSession,
-    WorkspaceChoice,
+    CreateSession, ErrorCode, ImageId, SecretText, ServiceSpec, SessionId, Setup, UpdateSession, WorkspaceChoice,
 };
-use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan;
 use zeroize::Zeroizing;
 
 use super::{Call, Problem, app};
+use crate::Pepod;
 use crate::config::SandboxConfig;
+use crate::network::Wrong;
 use crate::secrets::Secrets;
 use crate::session::{Error, NewSession, Spec, Update, secret};
-use crate::{Pepod, network};
 
 /// What was asked for, with the defaults, or what is wrong with it.
 pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<NewSession, Problem> {
@@ -39,8 +38,8 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         // Of opening a key, which has looked at it.
         if_terminated: _,
     } = body;
-    let network = network.unwrap_or_else(|| network::unnamed(pepod.sessions().network()));
-    meant(pepod, &network)?;
+    let network = network.unwrap_or_else(|| pepod.sessions().reach().unnamed(call.app));
+    pepod.sessions().reach().allowed(call.app, &network)?;
     let config = pepod.sessions().config();
     let of_app = pepod.apps().get(call.app).map(|app| app.settings.clone()).unwrap_or_default();
     let (defaults, limits) = (of_app.defaults, of_app.limits);
@@ -149,13 +148,9 @@ fn check_persist(paths: &[String], has_workspace: bool) -> Result<(), Problem> {
 pub(super) fn changed(pepod: &Pepod, call: Call, body: UpdateSession) -> Result<Update, Problem> {
     let UpdateSession { name, labels, keep_alive_seconds, expires_seconds, network, env, secrets, setup, services } =
         body;
-    let network = match network {
-        Some(said) => {
-            let policy = meant(pepod, &said)?;
-            Some((said, policy))
-        }
-        None => None,
-    };
+    if let Some(said) = &network {
+        pepod.sessions().reach().allowed(call.app, said)?;
+    }
     if let Some(name) = &name {
         check_name(name)?;
     }
@@ -327,15 +322,14 @@ fn check_services(services: &[ServiceSpec]) -> Result<(), Problem> {
     Ok(())
 }
 
-/// What was said about the network, as the engine takes it.
-fn meant(pepod: &Pepod, said: &NetworkSpec) -> Result<Policy, Problem> {
-    network::policy(pepod.sessions().network(), said).map_err(|wrong| {
+impl From<Wrong> for Problem {
+    fn from(wrong: Wrong) -> Self {
         let error = pepo_api::Error::new(ErrorCode::Invalid, wrong.message).param(wrong.param);
         Problem::from(match wrong.hint {
             Some(hint) => error.hint(hint),
             None => error,
         })
-    })
+    }
 }
 
 fn within(param: &str, value: u32, range: &std::ops::RangeInclusive<u32>) -> Result<u32, Problem> {

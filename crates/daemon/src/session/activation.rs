@@ -4,7 +4,8 @@
 //! everything back, and that the claim is on the disk before the guest may run anything of the Session.
 
 use jiff::Timestamp;
-use pepo_api::{NetworkSpec, Reason};
+use pepo_api::Reason;
+use pepo_sandbox::net::Policy;
 use pepo_sandbox::plan::Network as Interface;
 use pepo_sandbox::proto::{Activate, Keep, Network, Variable};
 use pepo_sandbox::{Active, Exit, Warm, chain};
@@ -19,11 +20,11 @@ use crate::store::{Claim, Purpose, Write};
 /// Fresh bytes for a guest's random generator.
 const ENTROPY: usize = 256;
 
-/// A Sandbox that became a Session's, and the network policy it was given as it was said then.
+/// A Sandbox that became a Session's, and the network policy it was given; none where it has no network.
 #[derive(Debug)]
 pub(super) struct Activated {
     pub(super) active: Active,
-    pub(super) said: NetworkSpec,
+    pub(super) policy: Option<Policy>,
 }
 
 /// Where the Sandbox comes from.
@@ -149,9 +150,9 @@ async fn attempt(
         inner.store.write_later(Write::Usage(crate::usage::sample(id, &base, None), Purpose::Base)).await;
     }
     // The rules are in force before the guest hears of its network.
-    let said = session.now().spec.network.clone();
-    let network = match open(sessions, session, &warm, &said).await {
-        Ok(network) => network,
+    let (network, policy) = match open(sessions, session, &warm).await {
+        Ok(None) => (None, None),
+        Ok(Some((network, policy))) => (Some(network), Some(policy)),
         Err(cause) => {
             if let Err(error) = warm.release().await {
                 tracing::error!(sandbox = %id, %error, "not everything was given back");
@@ -175,11 +176,11 @@ async fn attempt(
     };
     let active = warm.activate(activate, mounts, cancel).await.map_err(|error| boot_cause(&error))?;
     if spec.persist.is_empty() {
-        return Ok(Activated { active, said });
+        return Ok(Activated { active, policy });
     }
     let keep = Keep { top: crate::workspace::KEPT.to_owned(), paths: spec.persist.clone(), user: None };
     match active.guest().keep(keep).await {
-        Ok(()) => Ok(Activated { active, said }),
+        Ok(()) => Ok(Activated { active, policy }),
         Err(error) => {
             let exit = active.stop(std::time::Duration::ZERO).await;
             if let Err(error) = exit.released {
@@ -191,21 +192,17 @@ async fn attempt(
 }
 
 /// Puts a Session's network policy in force in its Sandbox, where that has a network.
-async fn open(
-    sessions: &Sessions,
-    session: &Session,
-    warm: &Warm,
-    said: &NetworkSpec,
-) -> Result<Option<Network>, Cause> {
+async fn open(sessions: &Sessions, session: &Session, warm: &Warm) -> Result<Option<(Network, Policy)>, Cause> {
     if warm.plan().network == Interface::Absent {
         return Ok(None);
     }
     let failed = |message: String| Cause::told(Reason::SetupFailed, message);
-    let policy = crate::network::policy(sessions.network(), said);
+    let policy = sessions.reach().in_force(session.app(), &session.now().spec.network);
     let policy = policy.map_err(|wrong| failed(format!("{}: {}", wrong.param, wrong.message)))?;
     let network = warm.network(&policy).await.map_err(|error| failed(chain(&error)))?;
-    sessions.answer(session, warm.plan().id, policy).await.map_err(|error| failed(chain(&error)))?;
-    Ok(Some(network))
+    let answered = sessions.answer(session, warm.plan().id, policy.clone()).await;
+    answered.map_err(|error| failed(chain(&error)))?;
+    Ok(Some((network, policy)))
 }
 
 fn boot_cause(error: &pepo_sandbox::boot::Error) -> Cause {

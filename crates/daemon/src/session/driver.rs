@@ -208,6 +208,9 @@ impl Driver {
                     // Whoever asked may have gone.
                     let _ = answer.send(done);
                 }
+                Woken::Asked(Some(Ask::Reach(answer))) => {
+                    let _ = answer.send(self.reach_again().await);
+                }
                 Woken::Asked(Some(Ask::Console(answer))) => {
                     self.look(answer, |view| async move {
                         let console = view.console().await?;
@@ -219,7 +222,7 @@ impl Driver {
                     self.look(answer, |view| async move { Ok(view.usage().await?) })
                 }
                 Woken::Asked(Some(Ask::Traffic(answer))) => {
-                    let has_network = self.sessions.0.network.is_some();
+                    let has_network = self.sessions.reach().network().is_some();
                     self.look(answer, move |view| async move {
                         Ok(if has_network { Some(view.traffic().await?) } else { None })
                     })
@@ -264,11 +267,13 @@ impl Driver {
                 }
                 Some(Event::Begin(tenure))
             }
-            Progress::Booted(Ok(Activated { active, said })) => {
-                let wanted = &self.session.now().spec.network;
-                if *wanted != said {
+            Progress::Booted(Ok(Activated { active, policy })) => {
+                let said = &self.session.now().spec.network;
+                if let Some(policy) = policy
+                    && self.sessions.reach().in_force(self.session.app(), said).as_ref() != Ok(&policy)
+                {
                     // Changed while it started.
-                    self.sessions.reapply(&self.session, &active, wanted).await;
+                    self.sessions.reapply(&self.session, &active, said).await;
                 }
                 self.serve(active);
                 Some(Event::Activated)
@@ -403,10 +408,10 @@ impl Driver {
         let cancel = CancellationToken::new();
         let (sessions, session, until) = (self.sessions.clone(), self.session.clone(), cancel.clone());
         let made = async move {
-            let Activated { active, said } =
+            let Activated { active, policy } =
                 activation::make(sessions.clone(), session.clone(), from, tenure, until.clone()).await?;
             let active = setup::run(&sessions, &session, active, tenure.activation, &until).await?;
-            Ok(Activated { active, said })
+            Ok(Activated { active, policy })
         };
         self.work = Work::Booting { task: tokio::spawn(made), cancel };
     }

@@ -49,6 +49,8 @@ pub(super) enum Ask {
     /// A Sandbox is wanted. Answered with the number of the activation to wait for.
     Activate(oneshot::Sender<Result<u64, Error>>),
     Update(Box<Update>, oneshot::Sender<Result<(), Error>>),
+    /// What it may reach shall be put in force as it is now.
+    Reach(oneshot::Sender<Result<(), Error>>),
     /// What the console says, and what the host says it uses.
     Console(oneshot::Sender<Result<(Vec<u8>, u64), Error>>),
     Usage(oneshot::Sender<Result<pepo_sandbox::host::Usage, Error>>),
@@ -74,8 +76,8 @@ pub struct Update {
     pub setup: Option<Option<Setup>>,
     /// All Services of later activations.
     pub services: Option<Vec<ServiceSpec>>,
-    /// What it may reach, as it was said, and what that means.
-    pub network: Option<(pepo_api::NetworkSpec, pepo_sandbox::net::Policy)>,
+    /// What it may reach, as it was said.
+    pub network: Option<pepo_api::NetworkSpec>,
 }
 
 /// What a request may do to reach a guest.
@@ -393,6 +395,14 @@ impl Session {
     pub async fn update(&self, update: Update) -> Result<Published, Error> {
         self.ask(|answer| Ask::Update(Box::new(update), answer)).await?;
         Ok(self.now())
+    }
+
+    /// Puts in force what it may reach, as that is now.
+    ///
+    /// # Errors
+    /// [`Error::Terminated`], or the privileged side cannot do it.
+    pub async fn reach_again(&self) -> Result<(), Error> {
+        self.ask(Ask::Reach).await
     }
 
     /// The last bytes of its guest's console, as the guest wrote them, and how many bytes it ever wrote.

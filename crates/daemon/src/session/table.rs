@@ -17,10 +17,10 @@ use super::{
 use crate::capacity::{Capacity, Place};
 use crate::config::{PoolConfig, Retention, SandboxConfig};
 use crate::egress::{Egress, Whose};
-use crate::network::Network;
+use crate::network::{Counts, Reach};
 use crate::pool::{Claimed, Pool, Shape};
 use crate::secrets::{Secrets, Vault};
-use crate::store::{self, SessionRow, Store, Write};
+use crate::store::{self, Counted, SessionRow, Store, Write};
 use crate::workspace::{Use, Workspaces};
 
 /// What a new Session needs to be made.
@@ -59,7 +59,7 @@ pub(super) struct Inner {
     pub(super) find_image: FindImage,
     pub(super) config: SandboxConfig,
     pub(super) vmm: Vmm,
-    pub(super) network: Option<Network>,
+    pub(super) reach: Reach,
     pub(super) egress: Option<Egress>,
     pub(super) vault: Vault,
     pub(super) shelf: Shelf,
@@ -82,12 +82,12 @@ impl Sessions {
         config: SandboxConfig,
         pool: PoolConfig,
         vmm: Vmm,
-        network: Option<Network>,
+        reach: Reach,
     ) -> Self {
         let (store, host) = (workspaces.store().clone(), workspaces.host().clone());
-        let floor = network.as_ref().map(|network| network.settings.floor.clone());
+        let egress = reach.network().map(|network| Egress::new(host.clone(), store.clone(), &network.settings));
         Sessions(Arc::new(Inner {
-            egress: floor.map(|floor| Egress::new(host.clone(), store.clone(), floor)),
+            egress,
             live: Mutex::default(),
             opening: watch::Sender::default(),
             count: watch::Sender::new(0),
@@ -100,7 +100,7 @@ impl Sessions {
             find_image,
             config,
             vmm,
-            network,
+            reach,
             vault,
             shelf: Shelf::default(),
             owed: Mutex::default(),
@@ -127,14 +127,26 @@ impl Sessions {
         &self.0.host
     }
 
-    /// What this instance says about the network; none where Sandboxes have none.
-    pub fn network(&self) -> Option<&Network> {
-        self.0.network.as_ref()
+    /// What Sessions may reach.
+    pub fn reach(&self) -> &Reach {
+        &self.0.reach
+    }
+
+    /// Puts what the Sessions of an App may reach in force once more: what it allows has changed. Returns when that is so.
+    pub async fn narrow(&self, app: AppId) {
+        let of_app: Vec<Session> = self.live().values().filter(|session| session.app() == app).cloned().collect();
+        let reaching = of_app.iter().map(Session::reach_again);
+        for (session, done) in of_app.iter().zip(futures_util::future::join_all(reaching).await) {
+            // One that has ended reaches nothing.
+            if let Err(error @ Error::Host(_)) = done {
+                tracing::error!(session = %session.id(), %error, "its network could not follow its App's");
+            }
+        }
     }
 
     /// What a Sandbox is made with.
     pub(crate) fn interface(&self) -> pepo_sandbox::plan::Network {
-        match self.0.network {
+        match self.0.reach.network() {
             Some(_) => pepo_sandbox::plan::Network::Slot,
             None => pepo_sandbox::plan::Network::Absent,
         }
@@ -155,21 +167,32 @@ impl Sessions {
         egress.answer(whose, id, policy).await
     }
 
-    /// Puts what a Session may reach in force once more. What cannot be is closed: nothing is open that nobody asked for.
-    pub(super) async fn reapply(&self, session: &Session, active: &pepo_sandbox::Active, said: &pepo_api::NetworkSpec) {
-        if active.plan().network == pepo_sandbox::plan::Network::Absent || self.0.network.is_none() {
-            return;
+    /// Puts in force what a Session may reach by what was said of it, within what its App allows now. What cannot be is
+    /// closed: nothing is open that nobody asked for.
+    ///
+    /// # Errors
+    /// The privileged side cannot do it.
+    pub(super) async fn enforce(
+        &self,
+        session: &Session,
+        active: &pepo_sandbox::Active,
+        said: &pepo_api::NetworkSpec,
+    ) -> Result<(), pepo_sandbox::host::Error> {
+        if active.plan().network == pepo_sandbox::plan::Network::Absent || self.0.reach.network().is_none() {
+            return Ok(());
         }
-        let policy = crate::network::policy(self.network(), said).unwrap_or_else(|wrong| {
+        let policy = self.0.reach.in_force(session.app(), said).unwrap_or_else(|wrong| {
             let (param, reason) = (wrong.param, wrong.message);
             tracing::warn!(sandbox = %active.id(), param, reason, "its network is closed: its policy cannot be");
             Default::default()
         });
-        let done = match active.network(&policy).await {
-            Ok(()) => self.answer(session, active.id(), policy).await,
-            failed => failed,
-        };
-        if let Err(error) = done {
+        active.network(&policy).await?;
+        self.answer(session, active.id(), policy).await
+    }
+
+    /// As [`Sessions::enforce`], where nobody can be told.
+    pub(super) async fn reapply(&self, session: &Session, active: &pepo_sandbox::Active, said: &pepo_api::NetworkSpec) {
+        if let Err(error) = self.enforce(session, active, said).await {
             tracing::error!(sandbox = %active.id(), %error, "its network policy could not be put in force");
         }
     }
@@ -511,6 +534,7 @@ impl Sessions {
             let last = crate::usage::sample(exit.id, usage, exit.traffic.as_ref());
             self.0.store.write_later(Write::Usage(last, store::Purpose::End)).await;
         }
+        self.count_network(exit.id, exit.traffic.as_ref());
         match &exit.released {
             Ok(()) => self.settled(exit.id).await,
             Err(error) => self.owe(exit.id, error.to_string()),
@@ -525,9 +549,49 @@ impl Sessions {
         self.0.store.write_later(Write::DropSandbox(api)).await;
     }
 
+    /// Gives the store what a Sandbox's network carried and refused: packets by the kernel, where they could be counted, and
+    /// what is new of its names.
+    pub(crate) fn count_network(&self, id: pepo_sandbox::SandboxId, traffic: Option<&pepo_sandbox::net::Traffic>) {
+        let packets = traffic.map(|traffic| Counted::SinceItsMaking(Counts::of_packets(traffic)));
+        let names = self.0.egress.as_ref().and_then(|egress| egress.more(id)).map(Counted::More);
+        for counted in packets.into_iter().chain(names) {
+            self.0.store.write_soon(Write::Counted(sandbox_id(id), counted));
+        }
+    }
+
+    /// What a Session's present Sandbox carried and refused; of names, since this life answers it.
+    pub fn counted_network(&self, session: &Session, traffic: &pepo_sandbox::net::Traffic) -> Counts {
+        let mut counts = Counts::of_packets(traffic);
+        let tenure = session.now().state.tenure();
+        let id = tenure.and_then(|tenure| engine_id(tenure.sandbox));
+        if let Some(tally) = id.and_then(|id| self.0.egress.as_ref()?.tally(id)) {
+            counts.add(&Counts::of_names(&tally));
+        }
+        counts
+    }
+
+    /// What all Sandboxes of a Session carried and refused, the present one up to now.
+    ///
+    /// # Errors
+    /// A disk that fails.
+    pub async fn total_network(
+        &self,
+        session: &Session,
+        traffic: &pepo_sandbox::net::Traffic,
+    ) -> Result<Option<Counts>, Error> {
+        let tenure = session.now().state.tenure();
+        let present = tenure.map(|tenure| (tenure.sandbox, Counts::of_packets(traffic)));
+        let id = tenure.and_then(|tenure| engine_id(tenure.sandbox));
+        let names = id.and_then(|id| self.0.egress.as_ref()?.untold(id));
+        let mut total = self.0.store.carried(session.id(), present).await?.unwrap_or_default();
+        total.add(&names.unwrap_or_default());
+        Ok(Some(total))
+    }
+
     /// Answers a Sandbox that has ended no more.
     fn unanswer(&self, id: pepo_sandbox::SandboxId) {
         if let Some(egress) = &self.0.egress {
+            self.count_network(id, None);
             egress.end(id);
         }
     }

@@ -18,6 +18,7 @@ mod once;
 mod quota;
 mod secret;
 mod session;
+mod traffic;
 mod usage;
 mod workspace;
 
@@ -36,6 +37,7 @@ pub use key::{KeyRow, KeySpec, NewKey};
 pub use once::{OnceKey, OnceRow};
 pub use secret::ChangedSecrets;
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
+pub use traffic::Counted;
 pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
 pub use workspace::{Budget, WorkspaceRow};
 
@@ -172,6 +174,8 @@ pub enum Write {
     DropSandbox(pepo_api::SandboxId),
     /// What a Sandbox has used.
     Usage(Sample, Purpose),
+    /// What a Sandbox's network carried and refused.
+    Counted(pepo_api::SandboxId, Counted),
     /// A new Workspace. Refused where its name is taken or there is no room.
     NewWorkspace(Box<WorkspaceRow>, Budget),
     /// The Workspace as it is now.
@@ -284,7 +288,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION];
 
 /// The schema that this release makes.
 #[allow(clippy::cast_possible_truncation, reason = "there are a few")]
@@ -578,9 +582,11 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         }
         Write::DropSandbox(id) => {
             usage::close(transaction, *id)?;
+            traffic::close(transaction, *id)?;
             session::drop_sandbox(transaction, *id)
         }
         Write::Usage(sample, purpose) => usage::sample(transaction, sample, *purpose),
+        Write::Counted(sandbox, counted) => traffic::count(transaction, *sandbox, counted),
         Write::NewWorkspace(row, budget) => workspace::insert(transaction, row, *budget),
         Write::Workspace(row) => workspace::update(transaction, row),
         Write::GrowWorkspace(row, budget) => workspace::grow(transaction, row, *budget),
@@ -616,6 +622,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             key::prune(transaction, *ended_before)?;
             app::prune(transaction, *ended_before)?;
             once::prune(transaction, millis(now()))?;
+            traffic::prune(transaction)?;
             event::prune(transaction, View::Feed, *feed)?;
             event::prune(transaction, View::Audit, *audit)?;
             // What was billed can be looked up for as long as who asked for it.

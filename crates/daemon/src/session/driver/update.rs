@@ -10,6 +10,15 @@ use crate::session::{Error, Update};
 use crate::store::Write;
 
 impl Driver {
+    /// Puts in force what it may reach, as that is now: its App may have changed.
+    pub(super) async fn reach_again(&self) -> Result<(), Error> {
+        if let Work::Serving { active, .. } = &self.work {
+            self.sessions.enforce(&self.session, active, &self.session.now().spec.network).await?;
+        }
+        Ok(())
+    }
+
+    /// Replaces some of its settings.
     pub(super) async fn update(&mut self, update: Update) -> Result<(), Error> {
         let now = self.session.now();
         if let Some(ended) = now.ended {
@@ -54,14 +63,11 @@ impl Driver {
                 spec.services_begun.get_or_insert(before);
             }
         }
-        if let Some((said, policy)) = update.network {
+        if let Some(said) = update.network {
             // In force before it is written down: a change that is answered is one that holds. One that starts just now
             // is given what is written when it has started.
-            if let Work::Serving { active, .. } = &self.work
-                && self.sessions.0.network.is_some()
-            {
-                active.network(&policy).await?;
-                self.sessions.answer(&self.session, active.id(), policy).await?;
+            if let Work::Serving { active, .. } = &self.work {
+                self.sessions.enforce(&self.session, active, &said).await?;
             }
             spec.network = said;
         }
