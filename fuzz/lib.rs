@@ -301,6 +301,20 @@ pub fn network_policies(bytes: &[u8]) {
         let open = compiled.allows(address, Protocol::Icmp, 0).is_some();
         assert!(!open || floor.admits(address, Protocol::Icmp, 0), "{address} answers pings");
     }
+    // Under a ceiling there is never more, and under `public` nothing of the floor, opened or not.
+    let under = policy.under(&Policy::public(), &floor);
+    if under.rules.len() > pepo_sandbox::net::policy::RULES {
+        return;
+    }
+    under.check(&floor).expect("what both allow is a policy");
+    let under = Compiled::new(&under, &floor);
+    for closed in &floor.closed {
+        for address in [closed.range.first(), closed.range.last()] {
+            let open = |protocol, port| under.allows(address, protocol, port).is_some();
+            let any = ports.iter().any(|port| open(Protocol::Tcp, *port) || open(Protocol::Udp, *port));
+            assert!(!any && !open(Protocol::Icmp, 0), "{address} is open under `public`");
+        }
+    }
 }
 
 /// Changes an input for the next run: mostly as libFuzzer does, and begins again near a seed where there is little to

@@ -90,7 +90,7 @@ impl World {
 
     /// An instance whose machine is this host.
     pub fn instance(&self, config: &str) -> Instance {
-        let within = Some(PathBuf::from("/run/netns").join(self.host()));
+        let within = Some(self.host_namespace());
         Instance::with(Options { config: Some(config.to_owned()), network: true, within, ..Options::default() })
     }
 
@@ -106,6 +106,16 @@ impl World {
             });
             done.join().expect("inside")
         })
+    }
+
+    /// Where the host's namespace is.
+    pub fn host_namespace(&self) -> PathBuf {
+        PathBuf::from("/run/netns").join(self.host())
+    }
+
+    /// Runs something in the internet.
+    pub fn in_internet<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
+        Self::inside(&self.internet(), work)
     }
 
     /// Runs something on the host.
@@ -136,6 +146,13 @@ impl World {
     /// Answers for names at [`SERVER`], as the instance's `network.dns` has to say.
     pub fn names(&self) -> Names {
         Names::new(Self::inside(&self.internet(), || UdpSocket::bind((SERVER, 53)).expect("bind")))
+    }
+
+    /// A socket for datagrams to every address of the internet.
+    pub fn datagrams(&self, port: u16) -> UdpSocket {
+        let socket = self.in_internet(|| UdpSocket::bind((Ipv4Addr::UNSPECIFIED, port)).expect("bind"));
+        socket.set_read_timeout(Some(Duration::from_secs(10))).expect("timeout");
+        socket
     }
 
     /// Serves on every address of the host.

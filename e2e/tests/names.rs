@@ -123,12 +123,7 @@ async fn a_rule_opens_a_name_and_not_its_neighbours() {
     assert_eq!(relays.len(), 1);
     let pepod = instance.pids("pepod");
     kill_process(Pid::from_raw(pepod[0]).expect("pid"), Signal::KILL).expect("kill");
-    until("pepod is started again", MINUTE, || {
-        let now = instance.pids("pepod");
-        (now.len() == 1 && now != pepod).then_some(())
-    });
-    let connected = || std::os::unix::net::UnixStream::connect(instance.socket()).ok();
-    until("pepod listens again", MINUTE, connected);
+    again(&instance, &pepod);
     let client = instance.client();
     assert_eq!(run(&client, &session, &format!("{get} http://a.example.com/")).await, format!("reached {SERVER}\n"));
     assert_eq!(run(&client, &session, &host).await, text);
@@ -201,5 +196,83 @@ E"#;
     });
     assert_eq!(run(&client, &session, "getent hosts a.example.com || echo none").await, "none\n");
     drop(daemon);
+    tokio::task::spawn_blocking(move || instance.end()).await.expect("the end");
+}
+
+/// Waits for another pepod than that, and for its socket.
+fn again(instance: &pepo_e2e::Instance, before: &[i32]) {
+    until("pepod is started again", MINUTE, || {
+        let now = instance.pids("pepod");
+        (now.len() == 1 && now != before).then_some(())
+    });
+    let connected = || std::os::unix::net::UnixStream::connect(instance.socket()).ok();
+    until("pepod listens again", MINUTE, connected);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_a_hostile_resolver_answers_opens_nothing_it_should_not() {
+    let mut world = World::new();
+    world.serve(80);
+    let names = world.names();
+    let alias = |to: &str| Has::Alias(to.into());
+    names.say("round.example.com", alias("and.example.com"));
+    names.say("and.example.com", alias("round.example.com"));
+    let many = (1..=200).map(|last| Ipv4Addr::new(9, 9, 1, last)).collect();
+    names.say("huge.example.com", Has::Addresses(many));
+    names.say("forged.example.com", Has::Forged { lie: OTHER, truth: SERVER });
+    names.say("brief.example.com", Has::Brief(SERVER));
+    names.say("mixed.example.com", Has::Addresses(vec![CLOSED[2], SERVER, CLOSED[0]]));
+    assert!(world.host_reaches(SERVER, 80) && world.host_reaches(OTHER, 80) && world.host_reaches(CLOSED[2], 80));
+    let instance = world.instance(&format!("[network]\ndns = \"{SERVER}\"\n"));
+    let _daemon = instance.up();
+    let client = instance.client();
+    let policy = r#"{"mode": "allow", "allow": [{"domain": "*.example.com"}]}"#;
+    let create = CreateSession { network: network(policy), ..Default::default() };
+    let session = client.session_create(&create).await.expect("session");
+    // The same twice: the second time by a daemon that has just been started, over rules that were there all the time.
+    for life in ["first", "second"] {
+        names.say("rebind.example.com", Has::Turns(vec![SERVER, CLOSED[2]]));
+        let client = instance.client();
+        let lookups = "for n in round huge rebind rebind mixed brief forged; do
+            getent ahostsv4 $n.example.com | grep STREAM | cut -d' ' -f1 | tr '\\n' ' '; echo $n; done";
+        assert_eq!(
+            run(&client, &session, lookups).await,
+            format!("round\nhuge\n{SERVER} rebind\nrebind\n{SERVER} mixed\n{SERVER} brief\n{SERVER} forged\n"),
+            "in the {life} life"
+        );
+        // A time of nothing is enough to connect, a forged address is open to nobody, nor is one that a name moved to.
+        let reach = format!(
+            "for n in brief forged mixed; do curl -s -m 20 http://$n.example.com/; done
+            for a in {OTHER} {} {}; do curl -s -m 3 http://$a/ || echo refused; done",
+            CLOSED[2], CLOSED[0]
+        );
+        let reached = run(&client, &session, &reach).await;
+        assert_eq!(reached, format!("{}{}", format!("reached {SERVER}\n").repeat(3), "refused\n".repeat(3)));
+        if life == "first" {
+            // What was counted of names is written down within seconds; a death loses no more than those.
+            let begun = std::time::Instant::now();
+            let id = session.id.to_string();
+            let written = async || client.session_show(&id, &Default::default()).await.expect("show").network_used;
+            while written().await.is_none_or(|used| used.names.asked < 10) {
+                assert!(begun.elapsed() < MINUTE, "nothing was written down");
+                tokio::time::sleep(Duration::from_millis(100)).await;
+            }
+            let pepod = instance.pids("pepod");
+            let host = instance.pids("pepo-host");
+            kill_process(Pid::from_raw(host[0]).expect("pid"), Signal::KILL).expect("kill");
+            again(&instance, &pepod);
+        }
+    }
+    let used = client.session_show(&session.id.to_string(), &Default::default()).await.expect("show").network_used;
+    let stats = client.session_stats(&session.id.to_string()).await.expect("stats");
+    let (now, total) = (stats.network.expect("a network"), stats.network_total.expect("a total"));
+    println!("network.used {used:?}");
+    for reason in ["dns_alias_loop", "dns_answer_size", "answer_on_floor"] {
+        assert!(total.names.refused.get(reason).is_some_and(|count| *count >= 2), "{reason} in {total:?}");
+    }
+    assert!(total.names.asked > now.names.asked && total.names.dropped >= 4, "{total:?}");
+    assert_eq!(total.sent_bytes, now.sent_bytes, "one Sandbox is all there was");
+    let told = events(&instance);
+    assert!(told.contains("dns_alias_loop"), "{told}");
     tokio::task::spawn_blocking(move || instance.end()).await.expect("the end");
 }

@@ -208,3 +208,151 @@ async fn a_change_cuts_what_it_forbids_and_death_of_the_daemon_changes_nothing()
     end(instance).await;
     assert!(!world.nft(&["list", "tables"]).contains("pepo"), "the wall is left");
 }
+
+#[tokio::test(flavor = "multi_thread")]
+async fn an_app_narrows_what_its_sessions_reach_at_once_and_counts_add_up() {
+    let mut world = World::new();
+    let web = world.serve(80);
+    assert!(world.host_reaches(SERVER, 80) && world.host_reaches(OTHER, 80));
+    let instance = world.instance("[network]\nopen = \"10.9.9.9:80/tcp\"\n");
+    let _daemon = instance.up();
+    let client = instance.client();
+    let app = async |json: &str| {
+        let network = Some(serde_json::from_str(json).expect("a policy"));
+        client.app_update("default", &pepo_api::UpdateApp { network, ..Default::default() }).await.expect("app")
+    };
+    let both = r#"{"mode": "allow", "allow": [{"cidr": "8.0.0.0/24", "ports": [80]}, {"cidr": "9.1.1.0/24"}, {"cidr": "10.9.9.9"}]}"#;
+    app(both).await;
+    // It idles without a Workspace and comes back with an empty disk.
+    let create = CreateSession { reactivate: Some(true), ..pepo_e2e::bare() };
+    let session = client.session_create(&create).await.expect("session");
+    let id = session.id.to_string();
+    assert_eq!(Some(session.network.clone()), network(both), "it has not what its App has");
+    let refused = CreateSession { network: network(r#"{"mode": "public"}"#), ..pepo_e2e::bare() };
+    let error = format!("{:?}", client.session_create(&refused).await.expect_err("beyond the App"));
+    assert!(error.contains("the App `default` does not allow `public`"), "{error}");
+    // What the operator took off the floor is reached by the entry that names it.
+    let all = [SERVER, OTHER, CLOSED[2]];
+    assert_eq!(reached(&client, &session, &all, 80).await, all.map(|address| format!("reached {address}")));
+
+    let download = CreateCommand {
+        command: Some(format!("curl -s -N http://{SERVER}/stream | wc -c")),
+        wait_seconds: Some(0),
+        ..Default::default()
+    };
+    client.command_create(&id, &download).await.expect("command");
+    let streamed = || world.server(web).streamed.load(Ordering::Relaxed);
+    until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
+    app(r#"{"mode": "allow", "allow": [{"cidr": "9.0.0.0/8", "ports": [80]}]}"#).await;
+    let mut last = streamed();
+    until("the download stops", MINUTE, || {
+        std::thread::sleep(Duration::from_millis(500));
+        let now = streamed();
+        let stopped = now == last;
+        last = now;
+        stopped.then_some(())
+    });
+    let narrowed = ["refused".to_owned(), format!("reached {OTHER}"), "refused".to_owned()];
+    assert_eq!(reached(&client, &session, &all, 80).await, narrowed);
+    let shown = client.session_show(&id, &Default::default()).await.expect("show");
+    assert_eq!(Some(shown.network.clone()), network(both), "what was said of it is forgotten");
+    assert!(shown.network_notes[0].contains("narrowed by its App: entry 0 (8.0.0.0/24:80)"), "{shown:?}");
+    let update = UpdateSession { network: network(both), ..Default::default() };
+    let error = format!("{:?}", client.session_update(&id, &update).await.expect_err("beyond the App"));
+    assert!(error.contains("entry 0 (8.0.0.0/24:80): the network policy of the App `default`"), "{error}");
+
+    // Another activation: the same policy under the same ceiling, and counts that go on from where they were.
+    let before = client.session_stats(&id).await.expect("stats").network_total.expect("a total");
+    client.session_release(&id).await.expect("release");
+    assert_eq!(reached(&client, &session, &all, 80).await, narrowed);
+    let stats = client.session_stats(&id).await.expect("stats");
+    let (now, total) = (stats.network.expect("a network"), stats.network_total.expect("a total"));
+    assert!(before.connections >= 4 && now.connections == 1, "{before:?} {now:?}");
+    assert_eq!(total.connections, before.connections + now.connections);
+    assert!(total.sent_bytes >= before.sent_bytes + now.sent_bytes, "{before:?} {now:?} {total:?}");
+    assert!(total.refused.unlisted > before.refused.unlisted && total.refused.revoked >= 1, "{total:?}");
+    // Who opened the floor is on record, and the operator is told.
+    let audit = instance.pepo(["events", "--audit", "--json"]).ok().out();
+    let row = audit.lines().find(|line| line.contains("floor.changed")).unwrap_or_else(|| panic!("{audit}"));
+    assert!(row.contains("uid:0") && row.contains("10.9.9.9:80/tcp"), "{row}");
+    let doctor = instance.pepo(["doctor"]).run().out();
+    assert!(doctor.contains("taken off the floor by network.open"), "{doctor}");
+    assert!(instance.pepo(["config", "show"]).ok().out().contains("10.9.9.9:80/tcp"));
+    // Back to what this instance allows.
+    let network = Some(None);
+    client.app_update("default", &pepo_api::UpdateApp { network, ..Default::default() }).await.expect("app");
+    assert_eq!(reached(&client, &session, &all, 80).await, all.map(|address| format!("reached {address}")));
+    end(instance).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_of_one_guest_takes_nothing_from_another() {
+    let mut world = World::new();
+    world.serve(80);
+    let (open, shut) = (world.datagrams(4000), world.datagrams(4001));
+    let instance = world.instance("[network]\nconnections = 64\nflows = 50\npackets = 2000\n");
+    let _daemon = instance.up();
+    let client = instance.client();
+    let entries = r#"{"cidr": "8.0.0.1", "ports": [4000], "protocol": "udp"}, {"cidr": "8.0.0.1", "ports": [80]},
+        {"cidr": "8.0.0.1", "protocol": "icmp"}"#;
+    let noisy = session(&client, &format!(r#"{{"mode": "allow", "allow": [{entries}]}}"#)).await;
+    let quiet = session(&client, r#"{"mode": "public"}"#).await;
+
+    // Fragments and echoes, from a guest's own kernel: of what is open they pass, of what is not they do not.
+    let large = r#"sudo python3 - <<'E'
+import socket, struct
+s = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+for port in (4001, 4000): s.sendto(b"x" * 5000, ("8.0.0.1", port))
+def sum16(b): t = sum(struct.unpack(">%dH" % (len(b) // 2), b)); t = (t >> 16) + (t & 65535); return ~(t + (t >> 16)) & 65535
+def echo(to):
+    i = socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP); i.settimeout(3)
+    head = struct.pack(">BBHHH", 8, 0, 0, 7, 1)
+    i.sendto(struct.pack(">BBHHH", 8, 0, sum16(head), 7, 1), (to, 0))
+    try:
+        while True:
+            data, who = i.recvfrom(100)
+            if data[20] == 0 and who[0] == to: return "echo"
+    except OSError: return "nothing"
+print(echo("8.0.0.1"), echo("9.1.1.1"))
+E"#;
+    assert_eq!(run(&client, &noisy, large).await, "echo nothing\n");
+    let mut buffer = [0; 8192];
+    assert_eq!(open.recv(&mut buffer).expect("what is open arrives in fragments"), 5000);
+    shut.set_read_timeout(Some(Duration::from_millis(200))).expect("timeout");
+    assert!(shut.recv(&mut buffer).is_err(), "fragments evaded the port");
+
+    // As many connections and packets as it can make, while another one opens connections.
+    let flood = r#"cat >flood.py <<'E'
+import socket, time
+kept = []; end = time.time() + 20
+while time.time() < end:
+    u = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+    for _ in range(200):
+        try: u.sendto(b"x", ("8.0.0.1", 4000))
+        except OSError: pass
+    u.close()
+    for _ in range(20):
+        s = socket.socket(); s.setblocking(False)
+        try: s.connect(("8.0.0.1", 80))
+        except OSError: pass
+        kept.append(s)
+    while len(kept) > 500: kept.pop(0).close()
+E
+setsid python3 flood.py >/dev/null 2>&1 & sleep 2; echo flooding"#;
+    assert_eq!(run(&client, &noisy, flood).await, "flooding\n");
+    let begun = Instant::now();
+    let gets = format!("for i in 1 2 3 4 5 6 7 8 9 10; do curl -s -m 10 http://{SERVER}/ || echo lost; done");
+    assert_eq!(run(&client, &quiet, &gets).await, format!("reached {SERVER}\n").repeat(10));
+    println!("network.beside_a_flood {:?}", begun.elapsed());
+    let of = async |session: &Session| {
+        client.session_stats(&session.id.to_string()).await.expect("stats").network.expect("a network")
+    };
+    let (flooded, other) = (of(&noisy).await, of(&quiet).await);
+    assert!(flooded.refused.rate + flooded.refused.connections > 100, "{flooded:?}");
+    assert!(flooded.refused.packets > 0, "{flooded:?}");
+    assert_eq!((other.refused.rate, other.refused.connections, other.refused.packets), (0, 0, 0), "{other:?}");
+    let tracked = world.on_host(|| std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_count"));
+    let tracked: u32 = tracked.expect("a count").trim().parse().expect("a number");
+    assert!(tracked < 1000, "{tracked} connections in the host's table");
+    end(instance).await;
+}

@@ -65,7 +65,7 @@ impl Policy {
         }
     }
 
-    /// The first thing of this that `ceiling` does not allow whole.
+    /// The first thing of this that `ceiling` does not allow whole. Of a range that is public in part, that part is asked about.
     pub fn beyond(&self, ceiling: &Policy, floor: &Floor) -> Option<Beyond> {
         match (self.mode, ceiling.mode) {
             (Mode::None, _) => return None,
