@@ -85,7 +85,7 @@ enum Verb {
     Image(image::Image),
     /// Make, look at, change and remove Apps
     #[command(subcommand, visible_alias = "apps")]
-    App(app::App),
+    App(Box<app::App>),
     /// Make, look at and revoke an App's keys
     #[command(subcommand, visible_alias = "keys")]
     Key(key::Key),
