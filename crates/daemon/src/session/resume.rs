@@ -170,6 +170,16 @@ impl Sessions {
                 });
                 start
             }
+            // Its stop path had begun, and the guest was asked for what it holds, or could not be: one that was cut off in
+            // that may not answer for a long time.
+            Some(active) if matches!(was, SessionState::Releasing | SessionState::Terminating) => {
+                tracing::info!(session = %session.id(), sandbox = %id, "was being given back; that goes on");
+                commands.into_iter().for_each(|command| session.commands().remember(command));
+                self.settle(&active.stop(std::time::Duration::ZERO).await).await;
+                drop(place);
+                let reason = if was == SessionState::Terminating { Reason::Operator } else { Reason::Idle };
+                Start::Gone(tenure, Cause::plain(reason))
+            }
             Some(active) => {
                 let ops = active.guest().ops().await.unwrap_or_else(|error| {
                     tracing::warn!(session = %session.id(), %error, "the guest does not tell its commands");

@@ -332,13 +332,7 @@ impl Commands {
 
     /// Takes over a command that an earlier life of this daemon started.
     pub(in crate::session) fn adopt(&self, session: &Session, row: CommandRow, op: Option<&proto::OpSummary>) {
-        let command = Arc::new(Command::new(row.session, row.activation, row.id, row.spec, row.started_at));
-        command.runs();
-        {
-            let mut table = lock(&self.table);
-            table.known.insert(row.id, command.clone());
-            table.forgot = true;
-        }
+        let command = self.known_as(row);
         match op.map(|op| &op.outcome) {
             Some(Some(proto::Outcome::Process(process))) => self.finish(&command, process),
             Some(None) => {
@@ -359,6 +353,20 @@ impl Commands {
             // The guest does not know it: it never began, or ended so long ago that it is forgotten.
             _ => self.finish_unseen(&command, Reason::Unknown, jiff::Timestamp::now()),
         }
+    }
+
+    /// Takes note of a command whose end is its Sandbox's, which is about to be told.
+    pub(in crate::session) fn remember(&self, row: CommandRow) {
+        self.known_as(row);
+    }
+
+    fn known_as(&self, row: CommandRow) -> Arc<Command> {
+        let command = Arc::new(Command::new(row.session, row.activation, row.id, row.spec, row.started_at));
+        command.runs();
+        let mut table = lock(&self.table);
+        table.known.insert(row.id, command.clone());
+        table.forgot = true;
+        command
     }
 
     /// A new Sandbox is made: what ends in it ends for its own reasons.
