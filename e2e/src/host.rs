@@ -163,6 +163,10 @@ fn mounts(things: &mut BTreeMap<String, Option<Owner>>) {
             continue;
         };
         let kind_and_source = fields.get(dash + 1..=dash + 2).unwrap_or_default().join(" ");
+        // What holds everybody's named namespaces: `ip` makes it once, and it stays.
+        if *place == "/run/netns" {
+            continue;
+        }
         let owner = place.strip_prefix("/run/netns/").map_or_else(|| home_in(place), owner_of_namespace);
         things.insert(format!("mount {place} ({kind_and_source})"), owner);
     }
