@@ -82,7 +82,7 @@ fn run() -> Outcome<()> {
         scratch_size: 1 << 30,
         throttle,
         uid: VMM_UID,
-        mac: None,
+        interface: None,
     };
     let plan = Plan { boot, root: root.into(), state, until: until.ok_or("--until TEXT")?, boots };
     writeln!(io::stdout(), "{}", probe::hardware())?;

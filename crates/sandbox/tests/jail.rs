@@ -150,7 +150,7 @@ impl House {
             scratch_size: 16 << 20,
             throttle: None,
             uid: VMM_UID,
-            mac: None,
+            interface: None,
         }
     }
 

@@ -75,6 +75,11 @@ impl Networks {
         Arc::clone(lock(&self.slots).entry(id).or_default())
     }
 
+    /// How many packets a second any Sandbox may send.
+    pub fn packets_per_second(&self) -> u32 {
+        self.settings.as_ref().map_or(0, |settings| settings.limits.packets_per_second)
+    }
+
     /// Makes a Sandbox's network, closed, and returns what its VMM is given of it.
     pub fn prepare(&self, place: &Place, id: SandboxId, device: Device) -> Result<OwnedFd, Refusal> {
         self.wall()?;

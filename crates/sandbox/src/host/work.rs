@@ -32,7 +32,7 @@ use crate::net::slot::Device;
 use crate::plan::{self, Plan, StatePath, Vmm};
 use crate::share::{self, SharePlan, ShareRecord};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
-use crate::vmm::{Boot, Streams, Throttle, clock, firecracker, vsock};
+use crate::vmm::{Boot, Interface, Streams, Throttle, clock, firecracker, vsock};
 use crate::volume::{self, VolumePlan, VolumeUsage, Volumes};
 use crate::{disk, proc, sys};
 
@@ -299,7 +299,10 @@ impl Work {
                 scratch_size: u64::from(plan.disk_mib) << 20,
                 throttle: plan.io.map(|io| Throttle { bytes: io.bytes, operations: io.operations }),
                 uid: uids.vmm,
-                mac: prepared.tap.is_some().then(|| GUEST_MAC.to_string()),
+                interface: prepared.tap.as_ref().map(|_| Interface {
+                    mac: GUEST_MAC.to_string(),
+                    packets_per_second: self.networks.packets_per_second(),
+                }),
             },
             tsc_khz: clock::tsc_khz(),
             programs,

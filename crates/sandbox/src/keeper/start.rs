@@ -53,7 +53,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     let mut next = || fds.next().ok_or_else(|| Error::new("read the order", io::ErrorKind::InvalidData));
     let [kernel, initramfs, root, disk, keep, oom] = [next()?, next()?, next()?, next()?, next()?, next()?];
     const { assert!(FIXED_FDS == 6) }
-    let tap = order.boot.mac.is_some().then(next).transpose()?;
+    let tap = order.boot.interface.is_some().then(next).transpose()?;
     proc::yield_memory().map_err(tried("be killed before the host's own"))?;
     join(fds, &order)?;
     namespaces()?;

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use self::api::Api;
 use super::closure::Closure;
-use super::{Boot, GUEST_CID, Throttle};
+use super::{Boot, GUEST_CID, Interface, Throttle};
 use crate::jail::{Descriptor, Entry, Filter, Limits, Spec};
 use crate::net::address::TAP;
 use crate::proc;
@@ -191,9 +191,16 @@ pub fn configuration(boot: &Boot) -> Vec<Call> {
         }
         calls.push(put(format!("/drives/{name}"), drive));
     }
-    if let Some(mac) = &boot.mac {
-        // The rates are the namespace's, for both directions and whatever runs the guest.
-        let device = json!({ "iface_id": "eth0", "host_dev_name": TAP, "guest_mac": mac });
+    if let Some(Interface { mac, packets_per_second }) = &boot.interface {
+        // What a guest sends too fast stays in its own queue, and costs the host nothing. Bytes are the namespace's, in both
+        // directions: they change with the policy.
+        let packets = u64::from(*packets_per_second).max(1);
+        let device = json!({
+            "iface_id": "eth0",
+            "host_dev_name": TAP,
+            "guest_mac": mac,
+            "tx_rate_limiter": { "ops": bucket(packets, packets, None) },
+        });
         calls.push(put("/network-interfaces/eth0", device));
     }
     calls.push(put("/vsock", json!({ "guest_cid": GUEST_CID, "uds_path": format!("/{RUN}/{STREAM_SOCKET}") })));

@@ -75,9 +75,20 @@ pub struct Boot {
     pub throttle: Option<Throttle>,
     /// The uid of the VMM.
     pub uid: u32,
-    /// The hardware address of its network interface, if it has one.
+    /// Its network interface, if it has one.
     #[serde(default)]
-    pub mac: Option<String>,
+    pub interface: Option<Interface>,
+}
+
+/// A guest's network interface.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Interface {
+    /// Its hardware address.
+    pub mac: String,
+    /// Ceiling for the packets that the guest sends, per second. Held by the VMM where it can; the namespace's rules hold it
+    /// in any case, and the bytes both ways, which change with the policy.
+    pub packets_per_second: u32,
 }
 
 /// Ceiling for the traffic of one disk, both directions together.

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use serde_json::json;
 
 use super::closure::{self, Closure};
-use super::{Boot, Descriptors, Throttle, clock};
+use super::{Boot, Descriptors, Interface, Throttle, clock};
 use crate::jail::{Access, Bind, Descriptor, Entry, Filter, Limits, Spec};
 use crate::proc;
 
@@ -94,7 +94,7 @@ fn arguments(boot: &Boot, tsc_khz: Option<u64>) -> Vec<String> {
     line.disk("scratch", SCRATCH, "discard=unmap,cache.direct=off", *throttle);
     line.option("-chardev", format!("socket,id=vsock,fd={VSOCK}"));
     line.option("-device", "vhost-user-vsock-device,chardev=vsock");
-    if let Some(mac) = &boot.mac {
+    if let Some(Interface { mac, .. }) = &boot.interface {
         line.option("-netdev", format!("tap,id=net,fd={TAP}"));
         line.option("-device", format!("virtio-net-device,netdev=net,mac={mac}"));
     }
@@ -174,7 +174,7 @@ mod tests {
             scratch_size: 1 << 30,
             throttle: Some(Throttle { bytes: 100 << 20, operations: 5000 }),
             uid: 0x7000_0001,
-            mac: None,
+            interface: None,
         }
     }
 
@@ -188,7 +188,13 @@ mod tests {
 
     #[test]
     fn a_network_device_is_a_descriptor() {
-        let line = arguments(&Boot { mac: Some("02:00:00:00:00:01".to_owned()), ..boot() }, None);
+        let line = arguments(
+            &Boot {
+                interface: Some(Interface { mac: "02:00:00:00:00:01".to_owned(), packets_per_second: 1 }),
+                ..boot()
+            },
+            None,
+        );
         let net: Vec<&String> = line.iter().filter(|word| word.contains("net")).collect();
         assert_eq!(net, ["-netdev", "tap,id=net,fd=15", "virtio-net-device,netdev=net,mac=02:00:00:00:00:01"]);
     }

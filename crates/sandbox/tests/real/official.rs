@@ -323,7 +323,7 @@ fn by_hand(state: &std::path::Path, n: usize) -> f64 {
         scratch_size: 256 << 20,
         throttle: None,
         uid,
-        mac: None,
+        interface: None,
     };
     let within = std::time::Duration::from_secs(60);
     firecracker::configure(&mut api, &boot, within).unwrap();

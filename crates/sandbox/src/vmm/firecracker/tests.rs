@@ -90,8 +90,12 @@ pub(super) fn boot() -> Boot {
         scratch_size: 4 << 30,
         throttle: None,
         uid: 0x7000_0001,
-        mac: None,
+        interface: None,
     }
+}
+
+fn interface(packets_per_second: u32) -> Option<Interface> {
+    Some(Interface { mac: "02:70:65:70:6f:02".to_owned(), packets_per_second })
 }
 
 fn boots() -> Vec<Boot> {
@@ -101,12 +105,23 @@ fn boots() -> Vec<Boot> {
         Boot { vcpus: 32, memory_mib: 1_048_576, throttle: throttle(1, 1), ..boot() },
         Boot { vcpus: 1, memory_mib: 128, throttle: throttle(u64::MAX, u64::MAX), ..boot() },
         Boot { vcpus: 3, throttle: throttle(100 << 20, 5000), ..boot() },
-        Boot { mac: Some("02:70:65:70:6f:02".to_owned()), ..boot() },
+        Boot { interface: interface(50_000), ..boot() },
+        Boot { interface: interface(0), ..boot() },
     ]
 }
 
 fn body<'a>(calls: &'a [Call], path: &str) -> &'a Value {
     calls.iter().find(|call| call.path == path).and_then(|call| call.body.as_ref()).expect(path)
+}
+
+#[test]
+fn a_guest_sends_no_faster_than_it_may_and_has_no_interface_without_a_network() {
+    let calls = configuration(&Boot { interface: interface(50_000), ..boot() });
+    let device = body(&calls, "/network-interfaces/eth0");
+    // Buckets are full again after their refill time, in milliseconds.
+    assert_eq!(device["tx_rate_limiter"]["ops"], json!({ "size": 50_000, "refill_time": 1000 }));
+    assert_eq!(device["host_dev_name"], TAP);
+    assert!(configuration(&boot()).iter().all(|call| !call.path.starts_with("/network-interfaces")));
 }
 
 #[test]
