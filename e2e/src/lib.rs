@@ -10,6 +10,7 @@
 mod host;
 mod instance;
 pub mod names;
+pub mod neighbours;
 mod program;
 pub mod strike;
 pub mod upgrade;

@@ -9,6 +9,7 @@ mod copy;
 mod exec;
 mod life;
 mod many;
+mod neighbours;
 mod room;
 mod table;
 
@@ -34,6 +35,7 @@ const GROUPS: &[(&str, Measure)] = &[
     ("warm", Measure::Alone(life::warm)),
     ("back", Measure::Alone(life::back)),
     ("many", Measure::Alone(many::many)),
+    ("neighbours", Measure::Alone(neighbours::neighbours)),
 ];
 
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.
