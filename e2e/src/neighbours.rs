@@ -82,7 +82,7 @@ impl Neighbourhood {
 
     async fn session(&self) -> String {
         let network: NetworkSpec = serde_json::from_str(r#"{"mode": "public"}"#).expect("a network");
-        let new = CreateSession { disk_mib: Some(256), network: Some(network), ..bare() };
+        let new = CreateSession { disk_mib: Some(64), network: Some(network), ..bare() };
         let session = self.client.session_create(&new).await.expect("session").id.to_string();
         let ready = self.run(&session, OWN_WORK).await;
         assert_eq!(ready.stdout, Text::Utf8("own\n".into()), "{ready:?}");

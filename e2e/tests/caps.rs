@@ -11,7 +11,9 @@ use std::time::{Duration, Instant};
 
 use pepo_api::client::{Client, ClientError};
 use pepo_api::query::ShowUsage;
-use pepo_api::{Amounts, CommandLimits, CreateCommand, CreateSession, NetworkSpec, Output, Reason, Text};
+use pepo_api::{
+    Amounts, CommandLimits, CreateCommand, CreateSession, NetworkSpec, Output, Reason, Text, WorkspaceChoice,
+};
 use pepo_e2e::world::{SERVER, World};
 use pepo_e2e::{Instance, Options, bare};
 
@@ -229,20 +231,28 @@ async fn all_that_a_session_used_is_counted() {
     let _daemon = instance.up();
     let client = instance.client();
     let network: NetworkSpec = serde_json::from_str(r#"{"mode": "public"}"#).expect("a network");
-    let new = CreateSession { network: Some(network), ..bare() };
+    let workspace = Some(Some(WorkspaceChoice::default()));
+    let new = CreateSession { network: Some(network), workspace, ..bare() };
     let session = client.session_create(&new).await.expect("session").id.to_string();
     let work = format!(
-        "dd if=/dev/urandom of=/var/tmp/f bs=1M count=24 && sync && echo 3 | sudo tee /proc/sys/vm/drop_caches && \
-         cat /var/tmp/f > /dev/null && for n in $(seq 20); do curl -s -m 20 http://{SERVER}/; done"
+        "dd if=/dev/urandom of=/var/tmp/f bs=1M count=24 && dd if=/var/tmp/f of=/workspace/f bs=1M count=16 && sync && \
+         echo 3 | sudo tee /proc/sys/vm/drop_caches && cat /var/tmp/f /workspace/f > /dev/null && \
+         for n in $(seq 20); do curl -s -m 20 http://{SERVER}/; done"
     );
+    run(&client, &session, "true").await;
+    let read = async || client.session_stats(&session).await.expect("stats").read_bytes;
+    let before = read().await;
     let done = run(&client, &session, &work).await;
     assert_eq!(text(&done.stdout).matches("reached").count(), 20, "{done:?}");
+    let read = read().await - before;
+    assert!(read >= 40 * MIB, "{read} bytes were read of the scratch disk and the Workspace");
     let worked = Instant::now();
     let total = async || client.usage(&ShowUsage::default()).await.expect("usage").total;
     // At most 10 s later all of it is in the store.
     let seen = loop {
         let seen = total().await;
-        let whole = seen.write_bytes >= 24 * MIB && seen.read_bytes >= 24 * MIB && seen.received_bytes >= 20 * 60;
+        // The scratch disk's and the Workspace's.
+        let whole = seen.write_bytes >= 40 * MIB && seen.read_bytes >= 40 * MIB && seen.received_bytes >= 20 * 60;
         if whole {
             break seen;
         }
@@ -255,6 +265,7 @@ async fn all_that_a_session_used_is_counted() {
     assert_eq!(seen.memory_allocated_mib_ms / seen.wall_ms, 512);
     assert!(seen.disk_used_mib_ms > 0 && seen.disk_used_mib_ms <= seen.disk_allocated_mib_ms, "{seen:?}");
     assert!(seen.sent_bytes > 20 * 60, "{seen:?}");
+    assert!(seen.write_bytes < 50 * MIB, "what was read from the Workspace counts as written, too: {seen:?}");
 
     client.session_terminate(&session).await.expect("terminate");
     let last = total().await;

@@ -63,9 +63,19 @@ pub fn read(pid: u32) -> Option<Process> {
 
 /// Bytes that a process has read and written by system calls, files and sockets alike.
 pub fn io(pid: u32) -> Option<(u64, u64)> {
+    io_fields(pid, ["rchar:", "wchar:"])
+}
+
+/// Bytes that a process has read by system calls, and those that it has changed in files: for one that writes much that is
+/// no file's.
+pub fn file_io(pid: u32) -> Option<(u64, u64)> {
+    io_fields(pid, ["rchar:", "write_bytes:"])
+}
+
+fn io_fields(pid: u32, names: [&str; 2]) -> Option<(u64, u64)> {
     let text = fs::read_to_string(format!("/proc/{pid}/io")).ok()?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse().ok());
-    Some((field("rchar:")?, field("wchar:")?))
+    Some((field(names[0])?, field(names[1])?))
 }
 
 /// When a process started, in clock ticks since the machine's boot: with its pid, its identity.

@@ -245,10 +245,10 @@ pub struct Usage {
     /// What the scratch disk takes on the host, in bytes.
     #[serde(default)]
     pub disk_bytes: u64,
-    /// Bytes that the VMM has read for the guest.
+    /// Bytes that the VMM and the servers of its trees have read for the guest.
     #[serde(default)]
     pub read_bytes: u64,
-    /// Bytes that the VMM has written for the guest.
+    /// Bytes that they have written for it.
     #[serde(default)]
     pub write_bytes: u64,
 }

@@ -546,6 +546,14 @@ impl Work {
             usage.disk_bytes =
                 self.place.read::<Plan>(id, file::PLAN).ok().map_or(0, |plan| self.disk_bytes(vmm, &plan));
         }
+        // What it is served is read and written by the servers of its trees. They receive requests, which nobody counts as
+        // read, and write answers, which are not the files'.
+        for (pid, start) in self.shares(id).into_iter().filter_map(|record| record.server) {
+            if let Some((read, written)) = proc::file_io(pid).filter(|_| proc::start_time(pid) == Some(start)) {
+                usage.read_bytes += read;
+                usage.write_bytes += written;
+            }
+        }
         Ok(usage)
     }
 
