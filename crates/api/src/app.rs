@@ -59,6 +59,9 @@ pub struct AppQuota {
     /// Caps of its Workspaces together.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub workspace_mib: Option<u64>,
+    /// Requests a second through the edge, of all its callers together. Absent: as the edge is set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requests_per_second: Option<u64>,
 }
 
 /// What an App is set to: what its file says.
@@ -81,6 +84,19 @@ pub struct AppSettings {
     /// What its Sessions may reach at the most, and what those get that name nothing. Absent: what this instance allows.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkSpec>,
+    /// Who may come in through the edge.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ingress: AppIngress,
+}
+
+/// Who may come in through the edge for an App, whatever credential they have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct AppIngress {
+    /// Addresses they may come from, `192.0.2.0/24` or `2001:db8::/32`. Absent or empty: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<String>,
 }
 
 fn is_default<T: Default + PartialEq>(value: &T) -> bool {
@@ -109,6 +125,9 @@ pub struct CreateApp {
     /// What its Sessions may reach at the most, and what those get that name nothing.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub network: Option<NetworkSpec>,
+    /// Who may come in through the edge.
+    #[serde(default, skip_serializing_if = "is_default")]
+    pub ingress: AppIngress,
 }
 
 /// Body of `PATCH /v1/apps/{app}`: each of these is replaced whole where it is present.
@@ -134,6 +153,9 @@ pub struct UpdateApp {
     /// What its Sessions may reach, from now on; `null` for what this instance allows.
     #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::session::present")]
     pub network: Option<Option<NetworkSpec>>,
+    /// Who may come in through the edge, all of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ingress: Option<AppIngress>,
 }
 
 /// One App.
@@ -259,6 +281,23 @@ pub struct Key {
     /// The key that takes its place.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub replaced_by: Option<KeyId>,
+}
+
+/// Answer to `GET /v1/keys/{key}/can`: what the edge and the daemon would say to a request with that key.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct KeyCan {
+    /// Whether it could.
+    pub allowed: bool,
+    /// Which scope lets it, or what is in the way.
+    pub because: String,
+    /// The action that was looked at, as scopes name it.
+    pub action: String,
+    /// The key.
+    pub key_id: KeyId,
+    /// The only addresses that it is let in from; empty: any.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<String>,
 }
 
 /// A key that was just made: the only time its text is told.

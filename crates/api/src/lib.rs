@@ -22,6 +22,7 @@ mod routes;
 mod scope;
 mod secret;
 mod session;
+mod token;
 mod usage;
 mod workspace;
 
@@ -29,8 +30,8 @@ mod workspace;
 pub mod client;
 
 pub use app::{
-    App, AppDefaults, AppLimits, AppQuota, AppSettings, AppUse, AppliedFile, Change, CreateApp, CreateKey, Key, NewKey,
-    RotateKey, UpdateApp,
+    App, AppDefaults, AppIngress, AppLimits, AppQuota, AppSettings, AppUse, AppliedFile, Change, CreateApp, CreateKey,
+    Key, KeyCan, NewKey, RotateKey, UpdateApp,
 };
 pub use command::{
     AttachControl, Command, CommandEnd, CommandLimits, CommandRole, CommandState, CreateCommand, OnDisconnect, Output,
@@ -43,17 +44,21 @@ pub use file::{FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFi
 pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, SessionId, WorkspaceId};
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
-    BackupFile, BackupManifest, Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState,
-    Health, Leftover, Ready, RestoreReport, SetupReport, SetupState, Severity, SweepReport, SweepRequest, Version,
+    BackupFile, BackupManifest, Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeApp, EdgeDecision,
+    EdgeDecisions, EdgeKey, EdgeState, EdgeVoid, Health, Leftover, Ready, RestoreReport, SetupReport, SetupState,
+    Severity, SweepReport, SweepRequest, Version,
 };
-pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, route};
-pub use scope::{ADMIN, Scope, ScopeError};
+pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, Subject, route};
+pub use scope::{ADMIN, Bound, Denied, Principal, Resource, Scope, ScopeError, allow};
 pub use secret::SecretText;
 pub use session::{
     CreateSession, IfTerminated, NameStats, NetworkMode, NetworkProtocol, NetworkRefused, NetworkRule, NetworkSpec,
     NetworkStats, Page, ReadySpec, Reason, Restart, Service, ServiceSpec, ServiceState, Session, SessionState,
     SessionStats, Setup, UpdateSession,
 };
+#[cfg(feature = "token")]
+pub use token::hmac;
+pub use token::{CreateToken, NewToken, TOKEN_PREFIX, TokenClaims};
 pub use usage::{Amounts, UsageGroup, UsageReport};
 pub use workspace::{
     CreateWorkspace, IfBusy, RemovedWorkspace, SessionWorkspace, UpdateWorkspace, Workspace, WorkspaceChoice,

@@ -144,7 +144,7 @@ fn tag(route: &Route) -> &'static str {
         return "Operator";
     }
     match route.name.split('_').next().unwrap_or_default() {
-        "session" => "Sessions",
+        "session" | "token" => "Sessions",
         "command" => "Commands",
         "file" | "tar" => "Files",
         "dial" | "port" => "Ports",

@@ -4,8 +4,10 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::id::{AppId, KeyId};
+use crate::error::ErrorCode;
+use crate::id::{AppId, KeyId, RequestId, SessionId};
 use crate::scope::Scope;
+use crate::secret::SecretText;
 
 /// Answer to `GET /v1/version`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -208,6 +210,77 @@ pub struct EdgeState {
     /// Keys that are valid. Absent where `after` is this generation: the asker has them.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub keys: Option<Vec<EdgeKey>>,
+    /// The Apps; beside the keys.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub apps: Vec<EdgeApp>,
+    /// What Session tokens are signed with, 64 hex digits; beside the keys.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub token_key: Option<SecretText>,
+    /// Session tokens that are revoked and not over yet; beside the keys.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub void: Vec<EdgeVoid>,
+}
+
+/// An App as the edge needs it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct EdgeApp {
+    /// Its id.
+    pub id: AppId,
+    /// Its name.
+    pub name: String,
+    /// Where its callers may come from, as `address/bits`; empty: from anywhere.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub sources: Vec<String>,
+    /// Requests a second that all of its callers may make together; absent: as the edge is set.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub requests_per_second: Option<u64>,
+}
+
+/// Tokens of a Session that were made before this time are revoked.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct EdgeVoid {
+    /// The Session.
+    pub session_id: SessionId,
+    /// Milliseconds since 1970.
+    pub before: i64,
+}
+
+/// Body of `POST /v1/edge/decisions`, on the edge's socket only: what the edge refused by itself, for the one log.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct EdgeDecisions {
+    /// At most 256.
+    pub decisions: Vec<EdgeDecision>,
+}
+
+/// What the edge refused.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct EdgeDecision {
+    /// When, the first of them.
+    pub at: jiff::Timestamp,
+    /// The row's name; `-` where there was none.
+    pub route: String,
+    /// Why: an error's code.
+    pub code: ErrorCode,
+    /// Whose, where that is known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub app_id: Option<AppId>,
+    /// Who, where that is known, as the log names it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub actor: Option<String>,
+    /// The address it came from; absent where the entry is about several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[cfg_attr(feature = "openapi", schema(value_type = Option<String>))]
+    pub source: Option<std::net::IpAddr>,
+    /// The request, the first of them.
+    pub request_id: RequestId,
+    /// How many alike.
+    pub times: u64,
 }
 
 /// A key as the edge needs it.

@@ -294,6 +294,18 @@ pub struct ListKeys {
     pub all: Option<bool>,
 }
 
+/// Of `key_can`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]
+#[serde(deny_unknown_fields)]
+pub struct AskKey {
+    /// What shall be done: a scope's word (`commands:run`) or a route's name (`command_create`).
+    pub action: String,
+    /// Of what: a Session, Workspace, Image or key by id or name, `SESSION:PORT`. Absent: of the App.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub resource: Option<String>,
+}
+
 /// Of `edge_state`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::IntoParams), into_params(parameter_in = Query))]

@@ -2,6 +2,8 @@
 
 use http::Method;
 
+use crate::scope::Resource;
+
 /// Who may call a route.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Audience {
@@ -50,6 +52,8 @@ actions! {
     FilesWrite = "files:write";
     /// Connect to a port inside.
     PortsConnect = "ports:connect";
+    /// Make and revoke tokens of a Session.
+    TokensWrite = "tokens:write";
     /// See Workspaces and their files.
     WorkspacesRead = "workspaces:read";
     /// Make, change and remove Workspaces and their files.
@@ -85,6 +89,58 @@ impl Action {
     pub fn is_tenants(self) -> bool {
         !matches!(self, Action::ImagesWrite | Action::HostOperate | Action::EdgeSync | Action::Health)
     }
+}
+
+/// What a route is about: the kind of thing that authorization looks at beside the action. A path says it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Subject {
+    /// The App as a whole: its lists, what is made in it, its usage, its log.
+    App,
+    /// One Session and what is in it.
+    Session,
+    /// One port of one Session.
+    Port,
+    /// One Workspace.
+    Workspace,
+    /// One Image.
+    Image,
+    /// One key.
+    Key,
+}
+
+impl Subject {
+    const fn of(path: &str) -> Self {
+        const KINDS: &[(&str, Subject)] = &[
+            ("{port}", Subject::Port),
+            ("{session}", Subject::Session),
+            ("{workspace}", Subject::Workspace),
+            ("{image}", Subject::Image),
+            ("/keys/{key}", Subject::Key),
+        ];
+        let mut n = 0;
+        while n < KINDS.len() {
+            if holds(path.as_bytes(), KINDS[n].0.as_bytes()) {
+                return KINDS[n].1;
+            }
+            n += 1;
+        }
+        Subject::App
+    }
+}
+
+const fn holds(text: &[u8], word: &[u8]) -> bool {
+    let mut at = 0;
+    while at + word.len() <= text.len() {
+        let mut n = 0;
+        while n < word.len() && text[at + n] == word[n] {
+            n += 1;
+        }
+        if n == word.len() {
+            return true;
+        }
+        at += 1;
+    }
+    false
 }
 
 /// What a request carries.
@@ -128,6 +184,8 @@ pub struct Route {
     pub path: &'static str,
     /// What authorization asks about.
     pub action: Action,
+    /// What it is about.
+    pub subject: Subject,
     /// Who may call it.
     pub audience: Audience,
     /// What it carries.
@@ -137,6 +195,22 @@ pub struct Route {
 }
 
 impl Route {
+    /// What this path, which fits the row's, is about.
+    pub fn resource<'a>(&self, path: &'a str) -> Resource<'a> {
+        let part = |name: &str| {
+            let mut both = self.path.split('/').zip(path.split('/'));
+            both.find(|(pattern, _)| *pattern == name).map_or("", |(_, given)| given)
+        };
+        match self.subject {
+            Subject::App => Resource::App,
+            Subject::Session => Resource::Session(part("{session}")),
+            Subject::Port => Resource::Port(part("{session}"), part("{port}")),
+            Subject::Workspace => Resource::Workspace(part("{workspace}")),
+            Subject::Image => Resource::Image(part("{image}")),
+            Subject::Key => Resource::Key(part("{key}")),
+        }
+    }
+
     /// Whether it changes something, or opens a way in that can: what the audit log tells of.
     pub fn changes(&self) -> bool {
         self.method != Method::GET || matches!(self.answer, Answer::WebSocket | Answer::Upgrade)
@@ -160,6 +234,7 @@ macro_rules! routes {
                 method: $method,
                 path: $path,
                 action: Action::$action,
+                subject: Subject::of($path),
                 audience: Audience::$audience,
                 body: Body::$body,
                 answer: Answer::$answer,
@@ -203,6 +278,8 @@ routes! {
     tar_read: GET "/v1/sessions/{session}/tar", FilesRead, Tenant, None -> Raw;
     tar_write: PUT "/v1/sessions/{session}/tar", FilesWrite, Tenant, Raw -> Empty;
     dial: GET "/v1/sessions/{session}/dial/{port}", PortsConnect, Tenant, None -> Upgrade;
+    token_create: POST "/v1/sessions/{session}/tokens", TokensWrite, Tenant, Json -> Json;
+    token_revoke: DELETE "/v1/sessions/{session}/tokens", TokensWrite, Tenant, None -> Empty;
     workspace_create: POST "/v1/workspaces", WorkspacesWrite, Tenant, Json -> Json;
     workspace_list: GET "/v1/workspaces", WorkspacesRead, Tenant, None -> Json;
     workspace_show: GET "/v1/workspaces/{workspace}", WorkspacesRead, Tenant, None -> Json;
@@ -225,6 +302,7 @@ routes! {
     key_create: POST "/v1/keys", KeysWrite, Tenant, Json -> Json;
     key_list: GET "/v1/keys", KeysRead, Tenant, None -> Json;
     key_show: GET "/v1/keys/{key}", KeysRead, Tenant, None -> Json;
+    key_can: GET "/v1/keys/{key}/can", KeysRead, Tenant, None -> Json;
     key_rotate: POST "/v1/keys/{key}/rotate", KeysWrite, Tenant, Json -> Json;
     key_revoke: DELETE "/v1/keys/{key}", KeysWrite, Tenant, None -> Json;
     version: GET "/v1/version", SessionsRead, Tenant, None -> Json;
@@ -235,6 +313,7 @@ routes! {
     down: POST "/v1/down", HostOperate, Operator, None -> Empty;
     backup: POST "/v1/backup", HostOperate, Operator, None -> Raw;
     edge_state: GET "/v1/edge/state", EdgeSync, Edge, None -> Json;
+    edge_decisions: POST "/v1/edge/decisions", EdgeSync, Edge, Json -> Empty;
     healthz: GET "/healthz", Health, Anyone, None -> Json;
     readyz: GET "/readyz", Health, Anyone, None -> Json;
     openapi: GET "/openapi.json", Health, Anyone, None -> Json;
@@ -254,6 +333,35 @@ mod tests {
         for route in ROUTES {
             assert!(names.insert(route.name), "{}", route.name);
             assert!(places.insert((route.method, route.path)), "{} {}", route.method, route.path);
+        }
+    }
+
+    #[test]
+    fn a_path_says_what_a_row_is_about() {
+        for row in ROUTES {
+            let (session, port) = (row.path.contains("{session}"), row.path.contains("{port}"));
+            assert_eq!(matches!(row.subject, Subject::Session | Subject::Port), session, "{}", row.name);
+            assert_eq!(row.subject == Subject::Port, port, "{}", row.name);
+        }
+        assert_eq!(route::session_open.subject, Subject::App, "a key of a Session is no key of the App");
+        assert_eq!(route::key_show.subject, Subject::Key);
+        assert_eq!(route::dial.resource("/v1/sessions/web/dial/80"), Resource::Port("web", "80"));
+        assert_eq!(route::file_read.resource("/v1/sessions/web/files"), Resource::Session("web"));
+        assert_eq!(route::session_list.resource("/v1/sessions"), Resource::App);
+    }
+
+    #[test]
+    fn a_tenants_row_asks_for_what_a_tenant_can_be_allowed_and_no_other_row_does() {
+        for row in ROUTES {
+            assert_eq!(row.action.is_tenants(), row.audience == Audience::Tenant, "{}", row.name);
+            if row.changes() && row.audience == Audience::Tenant {
+                assert!(
+                    !row.action.word().ends_with(":read"),
+                    "{} changes something by {}",
+                    row.name,
+                    row.action.word()
+                );
+            }
         }
     }
 }

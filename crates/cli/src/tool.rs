@@ -16,8 +16,8 @@ const MOST: u64 = 16 << 20;
 /// How long it may take.
 const LIMIT: Duration = Duration::from_secs(300);
 
-fn command(instance: &Instance, arguments: &[&str]) -> Outcome<Command> {
-    let mut command = Command::new(launch::program("pepod")?);
+fn command(instance: &Instance, program: &str, arguments: &[&str]) -> Outcome<Command> {
+    let mut command = Command::new(launch::program(program)?);
     command.args(arguments).stdin(Stdio::null()).kill_on_drop(true);
     match &instance.home {
         Some(home) => command.env("PEPO_HOME", home),
@@ -35,7 +35,8 @@ pub async fn ask<T: DeserializeOwned>(instance: &Instance, arguments: &[&str]) -
 pub async fn ask_of<T: DeserializeOwned>(instance: &Instance, arguments: &[&str], input: Stdio) -> Outcome<T> {
     let what = format!("pepod {}", arguments.join(" "));
     let failed = |error: std::io::Error| Failure::new(format!("{what}: {error}"));
-    let mut child = command(instance, arguments)?.stdin(input).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    let mut child =
+        command(instance, "pepod", arguments)?.stdin(input).stdout(Stdio::piped()).spawn().map_err(failed)?;
     let stdout = child.stdout.take();
     let reading = async {
         let mut text = Vec::new();
@@ -56,8 +57,13 @@ pub async fn ask_of<T: DeserializeOwned>(instance: &Instance, arguments: &[&str]
 
 /// Runs `pepod` with these arguments and our own output; gives its exit code.
 pub async fn pass(instance: &Instance, arguments: &[&str]) -> Outcome<u8> {
-    let what = format!("pepod {}", arguments.join(" "));
-    let status = tokio::time::timeout(LIMIT, command(instance, arguments)?.status())
+    pass_to(instance, "pepod", arguments).await
+}
+
+/// The same with another program of ours.
+pub async fn pass_to(instance: &Instance, program: &str, arguments: &[&str]) -> Outcome<u8> {
+    let what = format!("{program} {}", arguments.join(" "));
+    let status = tokio::time::timeout(LIMIT, command(instance, program, arguments)?.status())
         .await
         .map_err(|_| Failure::new(format!("{what}: no end in {} s", LIMIT.as_secs())))?
         .map_err(|error| Failure::new(format!("{what}: {error}")))?;

@@ -407,6 +407,27 @@ const SETTINGS: &[Setting] = &[
         || "127.0.0.1:7071".into(),
     ),
     row("edge.listen", "Where the edge listens.", || "127.0.0.1:7070".into()),
+    row("edge.certificate", "Its certificate with the chain, PEM, readable for pepo-edge; empty: no TLS.", String::new),
+    row("edge.certificate_key", "The certificate's private key, PEM, readable for pepo-edge.", String::new),
+    row("edge.plain_http", "Where it listens without TLS: loopback, anywhere.", || "loopback".into()),
+    row("edge.trusted_proxies", "Whose X-Forwarded-For counts: addresses and ranges, commas between.", String::new),
+    row(
+        "edge.origins",
+        "Where pages may come from that call it from a browser, as https://app.example.com.",
+        String::new,
+    ),
+    row("edge.requests", "Requests of one key a second, twice that at once; 0: no limit.", || "500".into()),
+    row("edge.app_requests", "Requests of one App a second where it has no quota of its own; 0: no limit.", || {
+        "1000".into()
+    }),
+    row("edge.failures", "Wrong credentials of one address at once; one a second after that.", || "20".into()),
+    row("edge.streams", "Requests of one key that run at once; empty: three quarters of the connections.", String::new),
+    row(
+        "edge.connections",
+        "Connections at once; empty: as many as there are descriptors for, at most 1024.",
+        String::new,
+    ),
+    row("edge.drain", "How long what runs gets when it ends.", || "5s".into()),
     row("log.level", "What is logged: error, warn, info, debug, or directives.", || "info".into()),
 ];
 
@@ -537,6 +558,8 @@ pub fn default_file(column: Column) -> String {
         "\n[presets]\n# Names for what a network policy opens together; they replace those that come with Pepo.\n",
     );
     text.push_str("#our-git = [\"git.example.com\", \"192.0.2.0/24:22\"]\n");
+    text.push_str("\n# Whose tokens the edge takes, and what they give (docs/edge.md).\n#[issuers.corp]\n");
+    text.push_str("#issuer = \"https://id.example.com\"\n#audience = \"pepo\"\n#app = \"default\"\n#scopes = \"sessions:*, commands:*\"\n");
     text
 }
 
@@ -580,6 +603,10 @@ impl Raw {
                     origin: Origin::File(path.into()),
                     reason: error.to_string(),
                 })?;
+                continue;
+            }
+            // Identity providers: the edge's to read, and to refuse; `pepo-edge --check` says what is wrong there.
+            if section == "issuers" && value.is_table() {
                 continue;
             }
             let toml::Value::Table(keys) = value else {

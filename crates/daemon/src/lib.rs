@@ -123,6 +123,7 @@ struct Parts {
     apps: Arc<Apps>,
     streams: Streams,
     turns: Turns,
+    token_key: zeroize::Zeroizing<[u8; 32]>,
     edge_has: watch::Sender<EdgeHas>,
     backing: Arc<tokio::sync::Mutex<()>>,
     tag: Tag,
@@ -180,6 +181,7 @@ impl Pepod {
         let apps = Arc::new(Apps::open(store.clone()).context("cannot read the Apps")?);
         let vault = Vault::open(&config.places.store_directory(), store.has_secrets()?)
             .context("cannot open what secrets are sealed with")?;
+        let token_key = vault.token_key();
         let agent = guest_agent(&config)?;
         let images = Arc::new(
             Images::open(&config.places.state, &agent, config.images_budget_mib).context("cannot open the Images")?,
@@ -199,6 +201,7 @@ impl Pepod {
             apps,
             streams: Streams::default(),
             turns: Turns::default(),
+            token_key,
             edge_has: watch::Sender::new(EdgeHas::default()),
             backing: Arc::default(),
             tag,
@@ -474,6 +477,11 @@ impl Pepod {
     /// Held by the one backup that may be under way.
     pub fn backing(&self) -> Arc<tokio::sync::Mutex<()>> {
         self.0.backing.clone()
+    }
+
+    /// What Session tokens are signed with.
+    pub fn token_key(&self) -> &[u8; 32] {
+        &self.0.token_key
     }
 
     /// What the edge said it has, as it moves.

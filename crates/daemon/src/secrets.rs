@@ -79,6 +79,7 @@ impl fmt::Debug for Secrets {
 pub struct Vault {
     cipher: XChaCha20Poly1305,
     digests: Zeroizing<[u8; KEY_BYTES]>,
+    tokens: Zeroizing<[u8; KEY_BYTES]>,
 }
 
 impl fmt::Debug for Vault {
@@ -104,15 +105,21 @@ impl Vault {
             }
             Err(error) => return Err(error),
         };
-        // Another key for another purpose, out of the same bytes.
+        // Other keys for other purposes, out of the same bytes; a backup of the store alone lacks them.
         let digests = Zeroizing::new(Sha256::digest([b"pepo digests ".as_slice(), &*key].concat()).into());
-        Ok(Vault { cipher: XChaCha20Poly1305::new(&Key::from(*key)), digests })
+        let tokens = Zeroizing::new(pepo_api::hmac(&key, b"pepo: session tokens, 1"));
+        Ok(Vault { cipher: XChaCha20Poly1305::new(&Key::from(*key)), digests, tokens })
     }
 
     /// A digest that tells two texts apart and says nothing about one to whoever lacks the key.
     pub fn fingerprint(&self, text: &[u8]) -> [u8; 32] {
         // Both parts have a fixed length, so nothing can be appended.
         Sha256::digest([&*self.digests as &[u8], &Sha256::digest(text)].concat()).into()
+    }
+
+    /// What Session tokens are signed with.
+    pub fn token_key(&self) -> Zeroizing<[u8; KEY_BYTES]> {
+        self.tokens.clone()
     }
 
     /// Seals a value for that Session under that name.
@@ -210,6 +217,8 @@ mod tests {
             assert!(again.unseal(ours, "TOKEN", &bent).is_err(), "byte {at}");
             assert!(again.unseal(ours, "TOKEN", &sealed[..at]).is_err(), "cut at {at}");
         }
+        assert_eq!(again.token_key(), vault.token_key());
+        assert_ne!(*again.token_key(), *read_key(&directory.path().join(KEY_FILE)).expect("key"));
         let other = tempfile::tempdir().expect("directory");
         assert!(Vault::open(other.path(), false).expect("vault").unseal(ours, "TOKEN", &sealed).is_err());
         let secrets = Secrets([("A".to_owned(), Zeroizing::new("hush".to_owned()))].into());

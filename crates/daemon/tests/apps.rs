@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use daemon::{Daemon, Options, within};
 use pepo_api::client::{Client, ClientError, EventStream};
-use pepo_api::query::{ApplyFile, ListApps, ListEvents, ListKeys, ListSessions, RemoveApp, ShowFile};
+use pepo_api::query::{ApplyFile, AskKey, ListApps, ListEvents, ListKeys, ListSessions, RemoveApp, ShowFile};
 use pepo_api::{
     AppQuota, CreateApp, CreateCommand, CreateKey, CreateSession, EdgeState, ErrorCode, Event, FeedEvent, Quota,
     RotateKey, Scope, SecretText, UpdateApp, UpdateSession,
@@ -183,6 +183,27 @@ async fn a_key_is_in_the_edges_copy_and_out_of_it_at_once() {
     assert_eq!((told.scopes, told.sources), (made.about.scopes.clone(), vec!["192.0.2.7/32".into()]));
     assert!(told.expires_at.is_some());
     assert!(edge(&format!("?after={}", state.generation)).keys.is_none(), "nothing new is not told again");
+
+    let can = async |action: &str, resource: Option<&str>| {
+        let query = AskKey { action: action.into(), resource: resource.map(str::to_owned) };
+        let told = client.key_can("ci", &query).await.expect("can");
+        (told.allowed, told.because)
+    };
+    assert!(can("sessions:read", None).await.0 && can("session_create", None).await.0);
+    let (allowed, because) = can("commands:run", Some("web")).await;
+    assert!(!allowed && because.contains("commands:run"), "{because}");
+    // What is not there and what is another App's read the same.
+    let stranger = client.app_create(&CreateApp { name: "stranger".into(), ..Default::default() }).await.expect("app");
+    let foreign = client.clone().of_app("stranger").session_create(&CreateSession::default()).await.expect("session");
+    let (allowed, because) = can("sessions:read", Some(&foreign.id.to_string())).await;
+    assert_eq!(
+        (allowed, because.clone()),
+        can("sessions:read", Some(&pepo_api::SessionId::generate().to_string())).await
+    );
+    assert!(!allowed && because.contains("no such thing"), "{because}");
+    client.app_remove(&stranger.id.to_string(), &RemoveApp { force: Some(true) }).await.expect("removed");
+    let odd = AskKey { action: "sessions".into(), resource: None };
+    assert_eq!(refused(client.key_can("ci", &odd).await).param.as_deref(), Some("action"));
 
     let home = daemon.home().to_owned();
     let rotated = client.key_rotate("ci", &RotateKey { overlap_seconds: Some(60) }).await.expect("rotated");

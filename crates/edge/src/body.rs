@@ -37,25 +37,78 @@ pub fn bytes(bytes: impl Into<Bytes>) -> Any {
     Full::new(bytes.into()).map_err(|never| match never {}).boxed()
 }
 
+/// The same body; `held` lives as long as it does.
+pub fn holding(body: Any, held: impl Send + Sync + Unpin + 'static) -> Any {
+    Holding { body, _held: held }.boxed()
+}
+
+struct Holding<H> {
+    body: Any,
+    _held: H,
+}
+
+impl<H: Unpin> Body for Holding<H> {
+    type Data = Bytes;
+    type Error = Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Error>>> {
+        Pin::new(&mut self.body).poll_frame(cx)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// What a body holds while it passes.
+pub trait Held {
+    /// The body passed to its end.
+    fn whole(&mut self);
+}
+
+impl Held for () {
+    fn whole(&mut self) {}
+}
+
+impl<A: Held, B> Held for (A, B) {
+    fn whole(&mut self) {
+        self.0.whole();
+    }
+}
+
 /// A body that passes through. `held` lives as long as the body does.
-pub struct Passing<H> {
+pub struct Passing<H: Held> {
     inner: Incoming,
     left: Option<u64>,
     most: u64,
     idle: Duration,
     timer: Pin<Box<Sleep>>,
-    _held: H,
+    held: H,
+    ended: bool,
 }
 
-impl<H> Passing<H> {
-    /// Passes at most `most` bytes (all, where absent), with at most `idle` between two pieces that somebody waits for.
-    pub fn new(inner: Incoming, most: Option<u64>, idle: Duration, held: H) -> Self {
-        let timer = Box::pin(tokio::time::sleep(idle));
-        Self { inner, left: most, most: most.unwrap_or(u64::MAX), idle, timer, _held: held }
+impl<H: Held> Drop for Passing<H> {
+    fn drop(&mut self) {
+        // Where the length is known nobody asks for the end.
+        if self.ended || self.inner.is_end_stream() {
+            self.held.whole();
+        }
     }
 }
 
-impl<H: Unpin> Body for Passing<H> {
+impl<H: Held> Passing<H> {
+    /// Passes at most `most` bytes (all, where absent), with at most `idle` between two pieces that somebody waits for.
+    pub fn new(inner: Incoming, most: Option<u64>, idle: Duration, held: H) -> Self {
+        let timer = Box::pin(tokio::time::sleep(idle));
+        Self { inner, left: most, most: most.unwrap_or(u64::MAX), idle, timer, held, ended: false }
+    }
+}
+
+impl<H: Held + Unpin> Body for Passing<H> {
     type Data = Bytes;
     type Error = Error;
 
@@ -71,7 +124,10 @@ impl<H: Unpin> Body for Passing<H> {
             };
             this.timer.as_mut().reset(Instant::now() + this.idle);
             let data = match frame {
-                None => return Poll::Ready(None),
+                None => {
+                    this.ended = true;
+                    return Poll::Ready(None);
+                }
                 Some(Err(error)) => return Poll::Ready(Some(Err(Error::Broken(error)))),
                 Some(Ok(frame)) => match frame.into_data() {
                     Ok(data) => data,

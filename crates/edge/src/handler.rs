@@ -5,19 +5,26 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, HeaderValue, Request, Response, StatusCode, header};
+use http::header::HeaderName;
+use http::request::Parts;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header};
 use http_body_util::BodyExt;
 use hyper::body::{Body as _, Incoming};
 use hyper_util::rt::TokioIo;
 use pepo_api::{
-    Body, Error, ErrorBody, ErrorCode, Health, OPENAPI, REFERENCE, REFERENCE_POLICY, RequestId, Route, route,
+    Answer, AppId, Body, Error, ErrorBody, ErrorCode, Health, OPENAPI, Quota, REFERENCE, REFERENCE_POLICY, RequestId,
+    Route, allow, route,
 };
 use tokio::sync::OwnedSemaphorePermit;
 
+use crate::auth::{Caller, Gate, Refused, Who};
 use crate::body::{self, Any, Passing};
+use crate::config::Limits;
+use crate::decisions::{Decision, Decisions};
 use crate::head;
-use crate::keys::{Caller, Keys, Verdict};
+use crate::net::{self, Ranges};
 use crate::path::{Found, find};
+use crate::rate::{Buckets, Level, Open, Opened, Rate};
 use crate::upstream::{self, Upstream};
 
 /// The most a JSON body may have.
@@ -29,19 +36,40 @@ pub const DAEMON_IDLE: Duration = Duration::from_secs(120);
 /// The longest wait for the head of an answer once the request is out; longer than any `wait_seconds`.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(3900);
 
+/// How long a browser may remember what a page of another origin may ask, seconds.
+const PREFLIGHT_AGE: &str = "600";
+
 /// The handler's state.
 pub struct Edge {
-    keys: Arc<Keys>,
+    gate: Gate,
     upstream: Upstream,
+    decisions: Decisions,
+    rules: Rules,
+    callers: Buckets<Who>,
+    apps: Buckets<AppId>,
+    open: Open<Who>,
+}
+
+/// What it goes by, beside who calls.
+#[derive(Clone, Debug, Default)]
+pub struct Rules {
+    /// Whose `X-Forwarded-For` counts.
+    pub proxies: Ranges,
+    /// Where pages may come from that call us from a browser.
+    pub origins: Vec<String>,
+    /// What callers may use up.
+    pub limits: Limits,
+    /// Requests of one caller that run at once.
+    pub streams: usize,
 }
 
 /// A connection's place among the bounded number of them; shared by what outlives its HTTP part.
-pub type Place = Arc<OwnedSemaphorePermit>;
+pub type Place = Arc<(OwnedSemaphorePermit, Opened<IpAddr>)>;
 
 /// A refusal: an error, and what its head says beside it.
 struct Refusal {
     error: Box<Error>,
-    header: Option<(header::HeaderName, HeaderValue)>,
+    header: Option<(HeaderName, HeaderValue)>,
     after: After,
 }
 
@@ -61,7 +89,7 @@ impl From<Error> for Refusal {
 }
 
 impl Refusal {
-    fn with(error: Error, name: header::HeaderName, value: &str) -> Self {
+    fn with(error: Error, name: HeaderName, value: &str) -> Self {
         let header = HeaderValue::from_str(value).ok().map(|value| (name, value));
         Refusal { header, ..error.into() }
     }
@@ -72,9 +100,15 @@ impl Refusal {
 }
 
 impl Edge {
-    /// A handler that judges by these keys and forwards to this daemon.
-    pub fn new(keys: Arc<Keys>, upstream: Upstream) -> Self {
-        Self { keys, upstream }
+    /// A handler that judges by this gate, goes by these rules, forwards to this daemon, and says what it refused.
+    pub fn new(gate: Gate, rules: Rules, upstream: Upstream, decisions: Decisions) -> Self {
+        let (callers, apps, open) = Default::default();
+        Self { gate, upstream, decisions, rules, callers, apps, open }
+    }
+
+    /// Whose `X-Forwarded-For` counts.
+    pub fn proxies(&self) -> &Ranges {
+        &self.rules.proxies
     }
 
     /// Answers one request.
@@ -84,22 +118,29 @@ impl Edge {
     pub async fn answer(
         &self,
         request: Request<Incoming>,
-        from: IpAddr,
+        peer: IpAddr,
         place: Place,
     ) -> Result<Response<Any>, Infallible> {
         let began = Instant::now();
         let id = RequestId::generate();
-        let mut seen = Seen { row: "-", caller: None };
-        let answer = match self.route(request, id, from, place, &mut seen).await {
+        let from = net::client(peer, request.headers(), &self.rules.proxies);
+        let page = self.page(request.headers());
+        let mut seen = Seen { row: "-", caller: None, level: None };
+        let mut answer = match self.route(request, id, from, place, page.as_ref(), &mut seen).await {
             Ok(answer) => answer,
-            Err(refusal) => refused(refusal, id),
+            Err(refusal) => {
+                self.note(&refusal, id, from, &seen);
+                refused(refusal, id)
+            }
         };
+        levels(answer.headers_mut(), seen.level);
+        self.shared(answer.headers_mut(), page);
         // The row's name and not the path: paths are a stranger's text.
         tracing::info!(
             request = %id,
             route = seen.row,
             status = answer.status().as_u16(),
-            key = seen.caller.map(|caller| caller.key.to_string()),
+            caller = seen.caller.as_ref().map(|caller| caller.who.to_string()),
             ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         );
         Ok(answer)
@@ -111,15 +152,22 @@ impl Edge {
         id: RequestId,
         from: IpAddr,
         place: Place,
+        page: Option<&HeaderValue>,
         seen: &mut Seen,
     ) -> Result<Response<Any>, Refusal> {
         let (parts, incoming) = request.into_parts();
         head::admit(&parts)
             .map_err(|why| Refusal::from(Error::new(ErrorCode::BadRequest, why.to_string())).and_close())?;
+        if page.is_some()
+            && parts.method == Method::OPTIONS
+            && parts.headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
+        {
+            return Ok(preflight(id));
+        }
         let row = match find(&parts.method, parts.uri.path()) {
             Found::Row(row) => row,
             Found::Healthz => return Ok(health(true, id)),
-            Found::Readyz => return Ok(health(self.keys.fresh(), id)),
+            Found::Readyz => return Ok(health(self.gate.keys().fresh(), id)),
             Found::Description(row) => return Ok(description(row, id)),
             Found::Nothing => return Err(Error::new(ErrorCode::NotFound, "there is nothing at this path").into()),
             Found::WrongMethod(methods) => {
@@ -129,21 +177,30 @@ impl Edge {
             }
         };
         seen.row = row.name;
-        let caller = self.caller(&parts.headers, row, from, seen)?;
+        let caller = self.caller(&parts, row, from, seen).await?;
         if parts.headers.contains_key(head::APP) {
             let error = Error::new(ErrorCode::Invalid, "the key has its own App").param("Pepo-App");
             return Err(error.hint("leave the header Pepo-App out; only the operator names an App").into());
         }
 
+        let most = self.rules.streams;
+        let Some(open) = self.open.enter(caller.who.clone(), most) else {
+            return Err(used_up(
+                "streams",
+                most as u64,
+                format!("this caller has {most} requests open, as many as may be"),
+                1,
+            ));
+        };
         let upgrade = head::upgrade(row, &parts.headers);
-        let mut headers = head::to_daemon(&parts.headers, caller, id, upgrade);
+        let mut headers = head::to_daemon(&parts.headers, row, &caller, from, id, upgrade);
         let body = body_for(row, incoming, &parts.headers, &mut headers).await?;
         let mut onward = Request::new(body);
         *onward.method_mut() = parts.method.clone();
         *onward.uri_mut() = head::target(&parts.uri);
         *onward.headers_mut() = headers;
 
-        let sent = tokio::time::timeout(ANSWER_WITHIN, self.upstream.send(onward)).await;
+        let sent = tokio::time::timeout(ANSWER_WITHIN, self.upstream.send(&caller.who, onward)).await;
         let (mut answer, running) = match sent {
             Ok(Ok(answer)) => answer,
             Ok(Err(error)) => return Err(unanswered(&error)),
@@ -159,36 +216,103 @@ impl Edge {
             let mut switching = Response::new(body::nothing());
             *switching.status_mut() = status;
             *switching.headers_mut() = head::to_caller(answer.headers(), id, Some(protocol));
-            tokio::spawn(splice(ours, theirs, place, running, id));
+            tokio::spawn(splice(ours, theirs, (place, running, open), id));
             return Ok(switching);
         }
         let headers = head::to_caller(answer.headers(), id, None);
-        let mut passed = Response::new(Passing::new(answer.into_body(), None, DAEMON_IDLE, running).boxed());
+        let mut passed = Response::new(Passing::new(answer.into_body(), None, DAEMON_IDLE, (running, open)).boxed());
         *passed.status_mut() = status;
         *passed.headers_mut() = headers;
         Ok(passed)
     }
 
-    fn caller(&self, headers: &HeaderMap, row: &Route, from: IpAddr, seen: &mut Seen) -> Result<Caller, Refusal> {
+    /// Who calls, and whether they may, by their credential, their rate and their scopes, in this order.
+    async fn caller(&self, parts: &Parts, row: &Route, from: IpAddr, seen: &mut Seen) -> Result<Caller, Refusal> {
         let refuse = |why: &str| {
             let error = Error::new(ErrorCode::Unauthenticated, why)
-                .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` printed it");
+                .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` or `pepo key create` printed it");
             Refusal::with(error, header::WWW_AUTHENTICATE, "Bearer")
         };
-        let Some(presented) = head::bearer(headers) else { return Err(refuse("a key is needed")) };
-        match self.keys.judge(presented, row.action, from) {
-            Verdict::Known(caller) => {
-                seen.caller = Some(caller);
-                Ok(caller)
+        let in_protocols = || head::bearer_protocol(&parts.headers).filter(|_| row.answer == Answer::WebSocket);
+        let presented = match parts.headers.contains_key(header::AUTHORIZATION) {
+            true => head::bearer(&parts.headers),
+            false => in_protocols(),
+        };
+        let Some(presented) = presented else {
+            self.gate.failed(from);
+            return Err(refuse("a key is needed"));
+        };
+        let caller = self.gate.who(presented, from).await.map_err(|refused| match refused {
+            Refused::Unknown => refuse("this key is not valid"),
+            Refused::Token(wrong) => refuse(&format!("this token is not valid: {wrong}")),
+            Refused::Stale => unavailable("the daemon cannot be asked about keys"),
+            Refused::IssuerAway => unavailable("the keys of this token's issuer cannot be got"),
+            Refused::TooMany { wait } => {
+                let limit = self.rules.limits.failures.burst;
+                used_up("failures", limit, "too many wrong credentials came from this address".into(), wait)
             }
-            Verdict::Refused(caller) => {
-                seen.caller = Some(caller);
-                let word = row.action.word();
-                let error = Error::new(ErrorCode::Forbidden, format!("this key lacks the scope {word}"));
-                Err(error.hint("use a key that has it; `pepo key ls` shows the scopes").into())
+        })?;
+        seen.caller = Some(caller.clone());
+        self.rates(&caller, seen)?;
+        match allow(caller.principal(), row.action, row.resource(parts.uri.path())) {
+            Ok(_) => Ok(caller),
+            Err(denied) => {
+                let error = Error::new(ErrorCode::Forbidden, format!("this credential does not allow it: {denied}"));
+                Err(error.hint("use one that does; `pepo key can KEY ACTION` explains a key's").into())
             }
-            Verdict::Unknown => Err(refuse("this key is not valid")),
-            Verdict::Stale => Err(unavailable("the daemon cannot be asked about keys")),
+        }
+    }
+
+    /// Takes one request out of the caller's share and out of its App's.
+    fn rates(&self, caller: &Caller, seen: &mut Seen) -> Result<(), Refusal> {
+        let over = |whose: &str, rate: Rate, level: Level| {
+            let message = format!(
+                "{whose} may make {} requests a second, {} at once, and made them",
+                rate.per_second, rate.burst
+            );
+            used_up("requests_per_second", rate.per_second, message, level.reset_seconds)
+        };
+        if let Some(rate) = self.rules.limits.caller {
+            let taken = self.callers.take(caller.who.clone(), rate);
+            seen.level = Some(taken.unwrap_or_else(|level| level));
+            taken.map_err(|level| over("this caller", rate, level))?;
+        }
+        let own = self.gate.keys().current().and_then(|copy| copy.app_limit(caller.app)).map(Rate::of);
+        if let Some(rate) = own.or(self.rules.limits.app) {
+            let taken = self.apps.take(caller.app, rate);
+            let level = taken.unwrap_or_else(|level| level);
+            // What is told is what is nearest to its end.
+            seen.level = seen.level.filter(|known| known.left <= level.left).or(Some(level));
+            taken.map_err(|level| over("this App", rate, level))?;
+        }
+        Ok(())
+    }
+
+    /// Says into the audit log that somebody was refused here; what the daemon refuses, it notes itself.
+    fn note(&self, refusal: &Refusal, request: RequestId, source: IpAddr, seen: &Seen) {
+        let code = refusal.error.code;
+        if matches!(code, ErrorCode::Unauthenticated | ErrorCode::Forbidden | ErrorCode::TooManyRequests) {
+            let caller = seen.caller.as_ref().map(|caller| (caller.app, caller.who.clone()));
+            self.decisions.note(Decision { route: seen.row, code, caller, source, request });
+        }
+    }
+
+    /// The origin of a page that may call us.
+    fn page(&self, headers: &HeaderMap) -> Option<HeaderValue> {
+        let origin = headers.get(header::ORIGIN)?;
+        self.rules.origins.iter().any(|known| known.as_bytes() == origin.as_bytes()).then(|| origin.clone())
+    }
+
+    /// Lets such a page read the answer. Never with a browser's own credentials: there are none of ours.
+    fn shared(&self, headers: &mut HeaderMap, page: Option<HeaderValue>) {
+        const SHOWN: &str = "pepo-request-id, pepo-activation, retry-after, ratelimit-limit, ratelimit-remaining, ratelimit-reset, location, content-range, etag";
+        if self.rules.origins.is_empty() {
+            return;
+        }
+        headers.append(header::VARY, HeaderValue::from_static("origin"));
+        if let Some(page) = page {
+            headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, page);
+            headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static(SHOWN));
         }
     }
 }
@@ -196,6 +320,40 @@ impl Edge {
 struct Seen {
     row: &'static str,
     caller: Option<Caller>,
+    level: Option<Level>,
+}
+
+/// What a browser asks before a page of another origin may call.
+fn preflight(id: RequestId) -> Response<Any> {
+    const METHODS: &str = "GET, POST, PUT, PATCH, DELETE";
+    const HEADERS: &str = "authorization, content-type, accept, if-activation, last-event-id, idempotency-key, range";
+    let mut answer = Response::new(body::nothing());
+    *answer.status_mut() = StatusCode::NO_CONTENT;
+    let mut headers = head::to_caller(&HeaderMap::new(), id, None);
+    headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static(METHODS));
+    headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static(HEADERS));
+    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_AGE));
+    *answer.headers_mut() = headers;
+    answer
+}
+
+/// Tells how the caller's share stands.
+fn levels(headers: &mut HeaderMap, level: Option<Level>) {
+    let Some(level) = level else { return };
+    for (name, value) in [
+        ("ratelimit-limit", level.limit),
+        ("ratelimit-remaining", level.left),
+        ("ratelimit-reset", level.reset_seconds),
+    ] {
+        headers.insert(HeaderName::from_static(name), HeaderValue::from(value));
+    }
+}
+
+/// A share that is used up: its name, what is used of it and its limit.
+fn used_up(name: &str, limit: u64, message: String, wait: u64) -> Refusal {
+    let quota = Quota { name: name.into(), used: limit, limit };
+    let error = Error::new(ErrorCode::TooManyRequests, message).quota(quota);
+    Refusal::with(error.hint("wait as long as Retry-After says"), header::RETRY_AFTER, &wait.max(1).to_string())
 }
 
 fn unavailable(why: &str) -> Refusal {
@@ -259,8 +417,7 @@ async fn body_for(row: &Route, incoming: Incoming, given: &HeaderMap, headers: &
 async fn splice(
     ours: hyper::upgrade::OnUpgrade,
     theirs: hyper::upgrade::OnUpgrade,
-    place: Place,
-    running: upstream::Running,
+    held: (Place, upstream::Lease, Opened<Who>),
     id: RequestId,
 ) {
     let (ours, theirs) = match tokio::try_join!(ours, theirs) {
@@ -273,7 +430,7 @@ async fn splice(
     if let Err(error) = tokio::io::copy_bidirectional(&mut TokioIo::new(ours), &mut TokioIo::new(theirs)).await {
         tracing::debug!(request = %id, %error, "a raw stream broke off");
     }
-    drop((place, running));
+    drop(held);
 }
 
 fn health(well: bool, id: RequestId) -> Response<Any> {

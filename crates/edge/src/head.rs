@@ -1,17 +1,27 @@
 //! What of a head may pass, in both directions. A connection's own headers end here, so does whatever authenticated the
 //! caller, and nobody outside can speak for us in a `Pepo-` header.
 
+use std::net::IpAddr;
+
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Uri, Version};
-use pepo_api::{Answer, DIAL_UPGRADE, RequestId, Route};
+use pepo_api::{Action, Answer, DIAL_UPGRADE, RequestId, Route, TOKEN_PREFIX};
 
-use crate::keys::Caller;
+use crate::auth::Caller;
 
 /// The App that a request is for, told to the daemon.
 pub const APP: HeaderName = HeaderName::from_static("pepo-app");
 /// The key that a request came with, told to the daemon.
 pub const KEY: HeaderName = HeaderName::from_static("pepo-key");
+/// Who a request came from where that is no key, told to the daemon.
+pub const ACTOR: HeaderName = HeaderName::from_static("pepo-actor");
+/// What they may do, told to the daemon where something of it can be handed on.
+pub const SCOPES: HeaderName = HeaderName::from_static("pepo-scopes");
+/// The address it came from, told to the daemon.
+pub const SOURCE: HeaderName = HeaderName::from_static("pepo-source");
+/// What stands before a Session token among a WebSocket's protocols: a browser can send nothing else with one.
+pub const BEARER_PROTOCOL: &str = "pepo.bearer.";
 /// The request's id, told to both sides.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("pepo-request-id");
 
@@ -53,10 +63,20 @@ pub enum Refused {
 /// See [`Refused`].
 pub fn admit(head: &Parts) -> Result<(), Refused> {
     let count = |name: HeaderName| head.headers.get_all(name).iter().count();
+    let hosts = count(header::HOST);
+    // HTTP/2 always says both; its own rules leave the rest no second meaning.
+    if head.version == Version::HTTP_2 {
+        let authority = head.uri.authority().map(|authority| authority.as_str().as_bytes());
+        let differs = head.headers.get(header::HOST).is_some_and(|host| Some(host.as_bytes()) != authority);
+        return match hosts > 1 || differs || authority.is_none() {
+            true => Err(Refused::Host),
+            false if count(header::CONTENT_LENGTH) > 1 => Err(Refused::Length),
+            false => Ok(()),
+        };
+    }
     if head.uri.authority().is_some() || head.uri.scheme().is_some() {
         return Err(Refused::Target);
     }
-    let hosts = count(header::HOST);
     if hosts > 1 || (hosts == 0 && head.version == Version::HTTP_11) {
         return Err(Refused::Host);
     }
@@ -109,13 +129,36 @@ fn text(value: impl std::fmt::Display) -> HeaderValue {
     HeaderValue::try_from(value.to_string()).unwrap_or_else(|_| HeaderValue::from_static("invalid"))
 }
 
-/// The headers for the daemon. `length` stays only where the body does.
-pub fn to_daemon(headers: &HeaderMap, caller: Caller, id: RequestId, upgrade: Option<&'static str>) -> HeaderMap {
+/// The headers for the daemon. The body's length is put in again where the body goes.
+pub fn to_daemon(
+    headers: &HeaderMap,
+    row: &Route,
+    caller: &Caller,
+    from: IpAddr,
+    id: RequestId,
+    upgrade: Option<&'static str>,
+) -> HeaderMap {
     let mut kept = keep(headers);
     kept.remove(header::CONTENT_LENGTH);
+    if kept.remove(header::SEC_WEBSOCKET_PROTOCOL).is_some() && upgrade.is_some() {
+        let rest: Vec<&str> = protocols(headers).filter(|protocol| !protocol.starts_with(BEARER_PROTOCOL)).collect();
+        if !rest.is_empty() {
+            kept.insert(header::SEC_WEBSOCKET_PROTOCOL, text(rest.join(", ")));
+        }
+    }
     kept.insert(header::HOST, HeaderValue::from_static("pepod"));
     kept.insert(APP, text(caller.app));
-    kept.insert(KEY, text(caller.key));
+    if let Some(key) = caller.who.key() {
+        kept.insert(KEY, text(key));
+    }
+    if let Some(name) = caller.who.name() {
+        kept.insert(ACTOR, text(name));
+    }
+    kept.insert(SOURCE, text(from));
+    if row.action == Action::TokensWrite {
+        let words: Vec<&str> = caller.scopes.iter().map(pepo_api::Scope::as_str).collect();
+        kept.insert(SCOPES, text(words.join(" ")));
+    }
     kept.insert(REQUEST_ID, text(id));
     if let Some(protocol) = upgrade {
         kept.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
@@ -146,6 +189,19 @@ pub fn target(uri: &Uri) -> Uri {
     uri.path_and_query().map_or_else(|| Uri::from_static("/"), |both| Uri::from(both.clone()))
 }
 
+/// The protocols that a WebSocket is asked for with.
+fn protocols(headers: &HeaderMap) -> impl Iterator<Item = &str> {
+    let all = headers.get_all(header::SEC_WEBSOCKET_PROTOCOL).iter();
+    all.filter_map(|value| value.to_str().ok()).flat_map(|value| value.split(',')).map(str::trim)
+}
+
+/// The one Session token among a WebSocket's protocols. A key is not taken from there: it does not belong into a browser.
+pub fn bearer_protocol(headers: &HeaderMap) -> Option<&[u8]> {
+    let mut all = protocols(headers).filter_map(|protocol| protocol.strip_prefix(BEARER_PROTOCOL));
+    let token = all.next().filter(|token| token.starts_with(TOKEN_PREFIX))?;
+    all.next().is_none().then_some(token.as_bytes())
+}
+
 /// The one key in `Authorization: Bearer KEY`.
 pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
     let mut all = headers.get_all(header::AUTHORIZATION).iter();
@@ -157,7 +213,9 @@ pub fn bearer(headers: &HeaderMap) -> Option<&[u8]> {
 #[cfg(test)]
 mod tests {
     use http::Request;
-    use pepo_api::{AppId, KeyId, route};
+    use pepo_api::{AppId, KeyId, Scope, route};
+
+    use crate::auth::Who;
 
     use super::*;
 
@@ -200,14 +258,59 @@ mod tests {
             ("accept", "text/event-stream"),
             ("last-event-id", "9"),
         ]);
-        let caller = Caller { app: AppId::generate(), key: KeyId::generate() };
+        let key = KeyId::generate();
+        let scopes: Vec<Scope> = vec![Scope::all(), Scope::admin()];
+        let caller = Caller { app: AppId::generate(), who: Who::Key(key), scopes: scopes.into(), bound: None };
         let id = RequestId::generate();
-        let sent = to_daemon(&given, caller, id, None);
+        let from = IpAddr::from([192, 0, 2, 1]);
+        let sent = to_daemon(&given, &route::session_list, &caller, from, id, None);
         let mut names: Vec<&str> = sent.keys().map(HeaderName::as_str).collect();
         names.sort_unstable();
-        assert_eq!(names, ["accept", "host", "last-event-id", "pepo-app", "pepo-key", "pepo-request-id"]);
+        assert_eq!(
+            names,
+            ["accept", "host", "last-event-id", "pepo-app", "pepo-key", "pepo-request-id", "pepo-source"]
+        );
+        assert_eq!(sent[SOURCE], "192.0.2.1");
         assert_eq!(sent[APP], caller.app.to_string().as_str());
         assert_eq!(sent[header::HOST], "pepod");
+        let minting = to_daemon(&given, &route::token_create, &caller, from, id, None);
+        assert_eq!(minting[SCOPES], "* app:admin");
+        let subject = Caller { who: Who::Subject("idp:corp:me".into()), ..caller };
+        let named = to_daemon(&given, &route::session_list, &subject, from, id, None);
+        assert!(named.get(KEY).is_none() && named[ACTOR] == "idp:corp:me");
+    }
+
+    #[test]
+    fn a_browsers_token_is_among_the_protocols_and_goes_no_further() {
+        let given = headers(&[("sec-websocket-protocol", "pepo.attach.v1, pepo.bearer.pepot_abc.def")]);
+        assert_eq!(bearer_protocol(&given), Some(&b"pepot_abc.def"[..]));
+        let caller = Caller {
+            app: AppId::generate(),
+            who: Who::Token(pepo_api::SessionId::generate()),
+            scopes: vec![Scope::all()].into(),
+            bound: None,
+        };
+        let id = RequestId::generate();
+        let from = IpAddr::from([192, 0, 2, 1]);
+        let sent = to_daemon(&given, &route::command_attach, &caller, from, id, Some("websocket"));
+        assert_eq!(sent[header::SEC_WEBSOCKET_PROTOCOL], "pepo.attach.v1");
+        assert!(!format!("{sent:?}").contains("pepot_"));
+        for odd in ["pepo.bearer.pepo_key", "pepo.bearer.", "pepo.bearer.pepot_a, pepo.bearer.pepot_b", "x"] {
+            assert_eq!(bearer_protocol(&headers(&[("sec-websocket-protocol", odd)])), None, "{odd}");
+        }
+    }
+
+    #[test]
+    fn http_2_says_its_host_once() {
+        let head = |pairs: &[(&str, &str)]| {
+            let mut parts = parts("https://a.example/v1/sessions", pairs);
+            parts.version = Version::HTTP_2;
+            admit(&parts)
+        };
+        assert_eq!(head(&[]), Ok(()));
+        assert_eq!(head(&[("host", "a.example")]), Ok(()));
+        assert_eq!(head(&[("host", "b.example")]), Err(Refused::Host));
+        assert_eq!(head(&[("content-length", "1"), ("content-length", "2")]), Err(Refused::Length));
     }
 
     #[test]

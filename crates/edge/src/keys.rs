@@ -1,18 +1,20 @@
-//! The edge's copy of the keys, and the judgement over a presented one.
+//! The edge's copy of what pepod says of keys, Apps and Session tokens.
 //!
-//! pepod owns the keys. The edge asks for what changed since the generation it has, over edge.sock, and pepod answers when
+//! pepod owns them. The edge asks for what changed since the generation it has, over edge.sock, and pepod answers when
 //! something did, or after a second: a revoked key is out as soon as the answer is here, and asking on says so. A copy
 //! older than [`STALE`] lets nobody in: while pepod cannot say that a key is still good, it is not.
 
+use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
-use pepo_api::{Action, AppId, EdgeKey, EdgeState, KeyId, Scope, route};
+use pepo_api::{AppId, EdgeApp, EdgeKey, EdgeState, KeyId, Scope, SessionId, TokenClaims, route};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
+use crate::net::Ranges;
 use crate::upstream::Upstream;
 
 /// How old the copy may be.
@@ -24,62 +26,123 @@ const KEY_BYTES: usize = 256;
 /// More than this many keys or bytes of state are refused rather than kept.
 const STATE_BYTES: usize = 8 * 1024 * 1024;
 
-/// Who calls.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Caller {
-    /// The App of the key.
-    pub app: AppId,
-    /// The key.
-    pub key: KeyId,
-}
-
-/// What is said about a presented key.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// It is this caller's.
-    Known(Caller),
-    /// It is this caller's, and does not allow this.
-    Refused(Caller),
-    /// It is nobody's, or not from there, or not any more.
-    Unknown,
-    /// The copy is too old to say.
-    Stale,
-}
-
-struct Copy {
+/// What the daemon said last.
+pub struct Copy {
     asked: Instant,
     generation: u64,
-    keys: Arc<[Held]>,
+    what: Arc<What>,
+}
+
+#[derive(Default)]
+struct What {
+    /// By digest. That a look-up's time may tell something of a digest tells nothing of a text that has it.
+    keys: HashMap<[u8; 32], Held>,
+    /// When each key ends, by its id.
+    ends: HashMap<KeyId, Option<jiff::Timestamp>>,
+    apps: HashMap<AppId, App>,
+    names: HashMap<String, AppId>,
+    token_key: Option<[u8; 32]>,
+    void: HashMap<SessionId, i64>,
 }
 
 /// A key as it is judged by.
-struct Held {
-    caller: Caller,
-    digest: [u8; 32],
-    scopes: Vec<Scope>,
-    sources: Vec<(IpAddr, u8)>,
+pub struct Held {
+    /// Its id.
+    pub id: KeyId,
+    /// Its App.
+    pub app: AppId,
+    /// What it may do.
+    pub scopes: Arc<[Scope]>,
+    sources: Ranges,
     expires_at: Option<jiff::Timestamp>,
 }
 
 impl Held {
     /// A key with a digest or a source that is none would match what it should not: it is left out.
-    fn of(key: &EdgeKey) -> Option<Self> {
-        Some(Held {
-            caller: Caller { app: key.app_id, key: key.id },
-            digest: from_hex(&key.sha256)?,
-            scopes: key.scopes.clone(),
-            sources: key.sources.iter().map(|text| range(text)).collect::<Option<_>>()?,
+    fn of(key: &EdgeKey) -> Option<([u8; 32], Self)> {
+        let held = Held {
+            id: key.id,
+            app: key.app_id,
+            scopes: key.scopes.clone().into(),
+            sources: Ranges::read(key.sources.iter().map(String::as_str))?,
             expires_at: key.expires_at,
-        })
-    }
-
-    fn admits(&self, from: IpAddr, now: jiff::Timestamp) -> bool {
-        self.expires_at.is_none_or(|at| at > now)
-            && (self.sources.is_empty() || self.sources.iter().any(|(net, bits)| within(from, *net, *bits)))
+        };
+        Some((from_hex(&key.sha256)?, held))
     }
 }
 
-/// The copy.
+struct App {
+    sources: Ranges,
+    requests_per_second: Option<u64>,
+}
+
+fn valid(expires_at: Option<jiff::Timestamp>) -> bool {
+    expires_at.is_none_or(|at| at > jiff::Timestamp::now())
+}
+
+impl What {
+    fn of(state: &EdgeState, keys: &[EdgeKey]) -> Self {
+        let held: HashMap<_, _> = keys.iter().filter_map(Held::of).collect();
+        if held.len() != keys.len() {
+            tracing::warn!("{} keys have a digest or a source that is not one", keys.len() - held.len());
+        }
+        let app = |app: &EdgeApp| {
+            // An App with a range that is none lets nobody in: it would else let in everybody.
+            let sources = Ranges::read(app.sources.iter().map(String::as_str))?;
+            Some((app.id, App { sources, requests_per_second: app.requests_per_second }))
+        };
+        What {
+            ends: held.values().map(|held| (held.id, held.expires_at)).collect(),
+            keys: held,
+            apps: state.apps.iter().filter_map(app).collect(),
+            names: state.apps.iter().map(|app| (app.name.clone(), app.id)).collect(),
+            token_key: state.token_key.as_ref().and_then(|key| from_hex(key.expose())),
+            void: state.void.iter().map(|void| (void.session_id, void.before)).collect(),
+        }
+    }
+}
+
+impl Copy {
+    /// The key of this text, if it may be used from there. That of an App that is not there may not.
+    pub fn key(&self, presented: &[u8], from: IpAddr) -> Option<&Held> {
+        if presented.len() > KEY_BYTES {
+            return None;
+        }
+        let digest: [u8; 32] = Sha256::digest(presented).into();
+        let held = self.what.keys.get(&digest)?;
+        (valid(held.expires_at) && held.sources.admit(from) && self.app_admits(held.app, from)).then_some(held)
+    }
+
+    /// What this Session token says, if it counts.
+    pub fn token(&self, presented: &[u8], from: IpAddr) -> Option<TokenClaims> {
+        let claims = TokenClaims::open(presented, self.what.token_key.as_ref()?)?;
+        let now = jiff::Timestamp::now().as_millisecond();
+        // It goes with the key that it was made by, and with a revocation of its Session's tokens.
+        let maker = claims.key.is_none_or(|key| self.what.ends.get(&key).is_some_and(|ends| valid(*ends)));
+        let void = self.what.void.get(&claims.session).is_some_and(|before| claims.made < *before);
+        (maker && !void && claims.until > now && self.app_admits(claims.app, from)).then_some(claims)
+    }
+
+    /// The App of that name or id.
+    pub fn app(&self, which: &str) -> Option<AppId> {
+        match which.parse() {
+            Ok(id) => self.what.apps.contains_key(&id).then_some(id),
+            Err(_) => self.what.names.get(which).copied(),
+        }
+    }
+
+    /// Whether the App is there and its callers may come from there.
+    pub fn app_admits(&self, app: AppId, from: IpAddr) -> bool {
+        self.what.apps.get(&app).is_some_and(|app| app.sources.admit(from))
+    }
+
+    /// Requests a second of that App, where it is set.
+    pub fn app_limit(&self, app: AppId) -> Option<u64> {
+        self.what.apps.get(&app)?.requests_per_second
+    }
+}
+
+/// The copy, as it is learnt.
 pub struct Keys {
     copy: watch::Sender<Option<Arc<Copy>>>,
 }
@@ -95,22 +158,17 @@ impl Keys {
     pub fn learn(&self, state: &EdgeState, asked: Instant) -> bool {
         let before = self.copy.borrow().clone();
         let known = before.as_ref().map(|copy| copy.generation);
-        let keys: Arc<[Held]> = match (&state.keys, before) {
-            (Some(keys), _) => keys.iter().filter_map(Held::of).collect(),
-            (None, Some(before)) if before.generation == state.generation => before.keys.clone(),
+        let what = match (&state.keys, before) {
+            (Some(keys), _) => Arc::new(What::of(state, keys)),
+            (None, Some(before)) if before.generation == state.generation => before.what.clone(),
             // Nothing is known to be good: the next question asks for all.
             (None, _) => return false,
         };
-        if let Some(told) = &state.keys
-            && told.len() != keys.len()
-        {
-            tracing::warn!("{} keys have a digest or a source that is not one", told.len() - keys.len());
-        }
         let new = known != Some(state.generation);
         if new {
-            tracing::info!(generation = state.generation, keys = keys.len(), "keys changed");
+            tracing::info!(generation = state.generation, keys = what.keys.len(), "keys changed");
         }
-        self.copy.send_replace(Some(Arc::new(Copy { asked, generation: state.generation, keys })));
+        self.copy.send_replace(Some(Arc::new(Copy { asked, generation: state.generation, what })));
         new
     }
 
@@ -119,56 +177,15 @@ impl Keys {
         self.copy.borrow().as_ref().map(|copy| copy.generation)
     }
 
-    /// Whether the copy is fresh enough to judge by.
+    /// The copy, while it is fresh enough to judge by.
+    pub fn current(&self) -> Option<Arc<Copy>> {
+        self.copy.borrow().clone().filter(|copy| copy.asked.elapsed() <= STALE)
+    }
+
+    /// Whether there is one.
     pub fn fresh(&self) -> bool {
-        self.copy.borrow().as_ref().is_some_and(|copy| copy.asked.elapsed() <= STALE)
+        self.current().is_some()
     }
-
-    /// Judges a presented key, for this action, from this address. Takes the same time whether and where it matches.
-    pub fn judge(&self, presented: &[u8], action: Action, from: IpAddr) -> Verdict {
-        let Some(copy) = self.copy.borrow().clone() else { return Verdict::Stale };
-        if copy.asked.elapsed() > STALE {
-            return Verdict::Stale;
-        }
-        if presented.len() > KEY_BYTES {
-            return Verdict::Unknown;
-        }
-        let digest: [u8; 32] = Sha256::digest(presented).into();
-        let mut found = None;
-        for held in &*copy.keys {
-            if same(&digest, &held.digest) {
-                found = Some(held);
-            }
-        }
-        match found.filter(|held| held.admits(from, jiff::Timestamp::now())) {
-            None => Verdict::Unknown,
-            Some(held) if held.scopes.iter().any(|scope| scope.covers(action)) => Verdict::Known(held.caller),
-            Some(held) => Verdict::Refused(held.caller),
-        }
-    }
-}
-
-/// Reads `address/bits`.
-fn range(text: &str) -> Option<(IpAddr, u8)> {
-    let (address, bits) = text.split_once('/')?;
-    let address: IpAddr = address.parse().ok()?;
-    let most = if address.is_ipv4() { 32 } else { 128 };
-    bits.parse().ok().filter(|bits| *bits <= most).map(|bits| (address, bits))
-}
-
-/// Whether an address is in a range. A v4 address in its v6 form is the v4 address.
-fn within(address: IpAddr, net: IpAddr, bits: u8) -> bool {
-    let (address, net, width) = match (address.to_canonical(), net.to_canonical()) {
-        (IpAddr::V4(address), IpAddr::V4(net)) => (u128::from(address.to_bits()), u128::from(net.to_bits()), 32),
-        (IpAddr::V6(address), IpAddr::V6(net)) => (address.to_bits(), net.to_bits(), 128),
-        _ => return false,
-    };
-    bits == 0 || (address ^ net) >> (width - u32::from(bits).min(width)) == 0
-}
-
-/// Compares every byte whatever the earlier ones say.
-fn same(a: &[u8; 32], b: &[u8; 32]) -> bool {
-    std::hint::black_box(a.iter().zip(b).fold(0u8, |differ, (x, y)| differ | (x ^ y))) == 0
 }
 
 fn from_hex(text: &str) -> Option<[u8; 32]> {
@@ -229,18 +246,20 @@ pub async fn follow(keys: Arc<Keys>, upstream: Upstream) {
 
 #[cfg(test)]
 mod tests {
-    use pepo_api::EdgeKey;
+    use pepo_api::{EdgeVoid, SecretText};
 
     use super::*;
+
+    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
 
     fn hex(bytes: &[u8]) -> String {
         bytes.iter().map(|b| format!("{b:02x}")).collect()
     }
 
-    fn key(text: &str) -> EdgeKey {
+    fn key(app: AppId, text: &str) -> EdgeKey {
         EdgeKey {
             id: KeyId::generate(),
-            app_id: AppId::generate(),
+            app_id: app,
             sha256: hex(&Sha256::digest(text)),
             scopes: vec![Scope::all()],
             sources: Vec::new(),
@@ -248,72 +267,117 @@ mod tests {
         }
     }
 
-    fn caller(key: &EdgeKey) -> Caller {
-        Caller { app: key.app_id, key: key.id }
+    fn app() -> EdgeApp {
+        EdgeApp { id: AppId::generate(), name: "default".into(), sources: vec![], requests_per_second: None }
     }
 
-    fn state(generation: u64, keys: &[&EdgeKey]) -> EdgeState {
-        EdgeState { generation, keys: Some(keys.iter().map(|key| (*key).clone()).collect()) }
+    fn state(generation: u64, app: &EdgeApp, keys: &[&EdgeKey]) -> EdgeState {
+        EdgeState {
+            generation,
+            keys: Some(keys.iter().map(|key| (*key).clone()).collect()),
+            apps: vec![app.clone()],
+            token_key: Some(SecretText::new(hex(&[7; 32]))),
+            void: vec![],
+        }
     }
 
-    const HERE: IpAddr = IpAddr::V4(std::net::Ipv4Addr::LOCALHOST);
-
-    fn judge(keys: &Keys, text: &[u8]) -> Verdict {
-        keys.judge(text, Action::SessionsRead, HERE)
+    fn whose(keys: &Keys, text: &[u8], from: &str) -> Option<KeyId> {
+        keys.current()?.key(text, from.parse().expect("address")).map(|held| held.id)
     }
 
     #[test]
     fn a_key_is_its_callers_and_nothing_else_is() {
         let keys = Keys::default();
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Stale);
-        let (a, b) = (key("pepo_a"), key("pepo_b"));
-        assert!(keys.learn(&state(1, &[&a, &b]), Instant::now()));
-        assert_eq!(judge(&keys, b"pepo_b"), Verdict::Known(caller(&b)));
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Known(caller(&a)));
+        assert!(keys.current().is_none());
+        let app = app();
+        let (a, b) = (key(app.id, "pepo_a"), key(app.id, "pepo_b"));
+        assert!(keys.learn(&state(1, &app, &[&a, &b]), Instant::now()));
+        assert_eq!(whose(&keys, b"pepo_b", "127.0.0.1"), Some(b.id));
+        assert_eq!(whose(&keys, b"pepo_a", "127.0.0.1"), Some(a.id));
         for other in [&b"pepo_"[..], b"", b"pepo_aa", &[b'a'; 1000]] {
-            assert_eq!(judge(&keys, other), Verdict::Unknown);
+            assert_eq!(whose(&keys, other, "127.0.0.1"), None);
         }
         // A revoked key is unknown as soon as the copy says so.
-        assert!(keys.learn(&state(2, &[&a]), Instant::now()));
-        assert_eq!(judge(&keys, b"pepo_b"), Verdict::Unknown);
+        assert!(keys.learn(&state(2, &app, &[&a]), Instant::now()));
+        assert_eq!(whose(&keys, b"pepo_b", "127.0.0.1"), None);
+        let orphan = key(AppId::generate(), "pepo_o");
+        keys.learn(&state(3, &app, &[&orphan]), Instant::now());
+        assert_eq!(whose(&keys, b"pepo_o", "127.0.0.1"), None, "its App is not there");
     }
 
     #[test]
-    fn a_key_does_what_its_scopes_say_from_where_it_may_until_its_end() {
+    fn a_key_counts_from_where_it_and_its_app_may_until_its_end() {
         let keys = Keys::default();
-        let mut reads = key("pepo_r");
-        reads.scopes = vec!["sessions:read".parse().expect("scope")];
-        reads.sources = vec!["192.0.2.0/24".into(), "2001:db8::/32".into()];
-        let mut over = key("pepo_o");
+        let mut app = app();
+        let mut near = key(app.id, "pepo_r");
+        near.sources = vec!["192.0.2.0/24".into()];
+        let mut over = key(app.id, "pepo_o");
         over.expires_at = Some(jiff::Timestamp::now() - jiff::SignedDuration::from_secs(1));
-        keys.learn(&state(1, &[&reads, &over]), Instant::now());
-        let from = |address: &str, action| keys.judge(b"pepo_r", action, address.parse().expect("address"));
-        for address in ["192.0.2.9", "::ffff:192.0.2.9", "2001:db8:7::1"] {
-            assert_eq!(from(address, Action::SessionsRead), Verdict::Known(caller(&reads)), "{address}");
-        }
-        for address in ["192.0.3.1", "127.0.0.1", "2001:db9::1", "::"] {
-            assert_eq!(from(address, Action::SessionsRead), Verdict::Unknown, "{address}");
-        }
-        assert_eq!(from("192.0.2.9", Action::SessionsWrite), Verdict::Refused(caller(&reads)));
-        assert_eq!(judge(&keys, b"pepo_o"), Verdict::Unknown);
-        assert!(within("10.0.0.1".parse().expect("address"), "0.0.0.0".parse().expect("net"), 0));
+        keys.learn(&state(1, &app, &[&near, &over]), Instant::now());
+        assert_eq!(whose(&keys, b"pepo_r", "192.0.2.9"), Some(near.id));
+        assert_eq!(whose(&keys, b"pepo_r", "192.0.3.1"), None);
+        assert_eq!(whose(&keys, b"pepo_o", "192.0.2.9"), None);
+        app.sources = vec!["192.0.2.8/29".into()];
+        keys.learn(&state(2, &app, &[&near]), Instant::now());
+        assert_eq!(whose(&keys, b"pepo_r", "192.0.2.9"), Some(near.id));
+        assert_eq!(whose(&keys, b"pepo_r", "192.0.2.99"), None, "its App's callers come from elsewhere");
+        app.sources = vec!["anywhere".into()];
+        keys.learn(&state(3, &app, &[&near]), Instant::now());
+        assert_eq!(whose(&keys, b"pepo_r", "192.0.2.9"), None, "a range that is none admits nobody");
+    }
+
+    #[test]
+    fn a_token_counts_until_its_end_its_makers_and_its_sessions_revocation() {
+        let keys = Keys::default();
+        let app = app();
+        let maker = key(app.id, "pepo_m");
+        let now = jiff::Timestamp::now().as_millisecond();
+        let claims = TokenClaims {
+            app: app.id,
+            session: SessionId::generate(),
+            scopes: vec![Scope::all()],
+            port: None,
+            key: Some(maker.id),
+            made: now,
+            until: now + 60_000,
+        };
+        let says = |keys: &Keys, claims: &TokenClaims, key: u8| {
+            keys.current().expect("fresh").token(claims.sign(&[key; 32]).as_bytes(), HERE)
+        };
+        keys.learn(&state(1, &app, &[&maker]), Instant::now());
+        assert_eq!(says(&keys, &claims, 7), Some(claims.clone()));
+        assert_eq!(says(&keys, &claims, 8), None, "signed by another");
+        assert_eq!(says(&keys, &TokenClaims { until: now - 1, ..claims.clone() }, 7), None, "over");
+        let foreign = TokenClaims { app: AppId::generate(), ..claims.clone() };
+        assert_eq!(says(&keys, &foreign, 7), None, "of an App that is gone");
+        let mut revoked = state(2, &app, &[&maker]);
+        revoked.void = vec![EdgeVoid { session_id: claims.session, before: now + 1 }];
+        keys.learn(&revoked, Instant::now());
+        assert_eq!(says(&keys, &claims, 7), None);
+        assert!(says(&keys, &TokenClaims { made: now + 1, ..claims.clone() }, 7).is_some(), "made after it");
+        keys.learn(&state(3, &app, &[]), Instant::now());
+        assert_eq!(says(&keys, &claims, 7), None, "its maker is revoked");
+        assert!(says(&keys, &TokenClaims { key: None, ..claims }, 7).is_some(), "the operator made it");
     }
 
     #[test]
     fn a_copy_is_kept_fresh_without_being_sent_again() {
         let keys = Keys::default();
-        let a = key("pepo_a");
-        let unchanged = |generation| EdgeState { generation, keys: None };
-        assert!(!keys.learn(&unchanged(1), Instant::now()));
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Stale);
-        let Some(old) = Instant::now().checked_sub(STALE + Duration::from_millis(10)) else { return };
-        keys.learn(&state(1, &[&a]), old);
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Stale);
+        let app = app();
+        let a = key(app.id, "pepo_a");
+        let same = |generation| EdgeState { generation, keys: None, apps: vec![], token_key: None, void: vec![] };
+        assert!(!keys.learn(&same(1), Instant::now()));
         assert!(!keys.fresh());
-        keys.learn(&unchanged(2), Instant::now());
+        let Some(old) = Instant::now().checked_sub(STALE + Duration::from_millis(10)) else { return };
+        keys.learn(&state(1, &app, &[&a]), old);
+        assert!(!keys.fresh() && whose(&keys, b"pepo_a", "127.0.0.1").is_none());
+        keys.learn(&same(2), Instant::now());
         assert!(!keys.fresh(), "another generation than the copy's says nothing about it");
-        assert!(!keys.learn(&unchanged(1), Instant::now()));
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Known(caller(&a)));
+        assert!(!keys.learn(&same(1), Instant::now()));
+        assert_eq!(whose(&keys, b"pepo_a", "127.0.0.1"), Some(a.id));
+        assert_eq!(keys.current().expect("fresh").app("default"), Some(app.id));
+        assert_eq!(keys.current().expect("fresh").app(&app.id.to_string()), Some(app.id));
+        assert_eq!(keys.current().expect("fresh").app(&AppId::generate().to_string()), None);
     }
 
     #[test]
@@ -322,12 +386,10 @@ mod tests {
         assert!(from_hex(&"g".repeat(64)).is_none());
         assert_eq!(from_hex(&"0f".repeat(32)), Some([15; 32]));
         let keys = Keys::default();
-        let mut odd = key("pepo_a");
+        let app = app();
+        let mut odd = key(app.id, "pepo_a");
         odd.sources = vec!["anywhere".into()];
-        keys.learn(&state(1, &[&odd]), Instant::now());
-        assert_eq!(judge(&keys, b"pepo_a"), Verdict::Unknown);
-        for text in ["192.0.2.0", "192.0.2.0/33", "::/129", "x/8", "192.0.2.0/"] {
-            assert!(range(text).is_none(), "{text}");
-        }
+        keys.learn(&state(1, &app, &[&odd]), Instant::now());
+        assert_eq!(whose(&keys, b"pepo_a", "127.0.0.1"), None);
     }
 }

@@ -7,8 +7,14 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use anyhow::Context;
+use pepo_edge::auth::Gate;
 use pepo_edge::config::{Config, Lifeline, Start};
+use pepo_edge::decisions::Decisions;
+use pepo_edge::fetch::Fetch;
+use pepo_edge::handler::Rules;
+use pepo_edge::jwt::Issuers;
 use pepo_edge::keys::Keys;
+use pepo_edge::tls::Tls;
 use pepo_edge::upstream::Upstream;
 use pepo_edge::{handler, port, rights, server};
 use tokio::io::AsyncReadExt;
@@ -27,6 +33,18 @@ fn main() -> ExitCode {
 fn run() -> anyhow::Result<()> {
     let config = match pepo_edge::config::from_process()? {
         Start::Serve(config) => config,
+        Start::Check(config) => {
+            rights::drop_all(rights::USER)?;
+            if let Some(files) = config.tls.clone() {
+                Tls::open(files)?;
+            }
+            for issuer in &config.issuers {
+                let fetch = Fetch::new(issuer.authorities.as_deref());
+                fetch.map_err(|error| anyhow::anyhow!("issuers.{}.authorities: {error}", issuer.name))?;
+            }
+            writeln!(std::io::stdout(), "the edge's settings are sound")?;
+            return Ok(());
+        }
         Start::Say(text) => {
             writeln!(std::io::stdout(), "{text}")?;
             return Ok(());
@@ -39,7 +57,8 @@ fn run() -> anyhow::Result<()> {
     } else {
         port::bind(config.listen)?
     };
-    let url = format!("http://{}", listener.local_addr()?);
+    let scheme = if config.tls.is_some() { "https" } else { "http" };
+    let url = format!("{scheme}://{}", listener.local_addr()?);
     if let Some(path) = &config.url_file {
         std::fs::write(path, format!("{url}\n")).with_context(|| format!("cannot write {}", path.display()))?;
     }
@@ -48,24 +67,43 @@ fn run() -> anyhow::Result<()> {
     let filter = tracing_subscriber::EnvFilter::try_new(&config.log)
         .with_context(|| format!("log.level = `{}` is not a filter", config.log))?;
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    // Read without any right: it must be readable so later too, when it changes.
+    let tls = config.tls.clone().map(Tls::open).transpose()?;
     writeln!(std::io::stdout(), "{url}")?;
 
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(std::thread::available_parallelism().map_or(1, usize::from).min(4))
         .enable_all()
         .build()?
-        .block_on(serve(listener, config))
+        .block_on(serve(listener, *config, tls))
 }
 
-async fn serve(listener: std::net::TcpListener, config: Config) -> anyhow::Result<()> {
+async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let upstream = Upstream::new(config.socket.clone());
     let keys = Arc::new(Keys::default());
-    let poll = tokio::spawn(pepo_edge::keys::follow(keys.clone(), upstream.clone()));
-    let edge = Arc::new(handler::Edge::new(keys, upstream));
-    let result = server::serve(listener, edge, server::Bounds::for_this_process(), end(config.lifeline)).await;
-    poll.abort();
+    let issuers = Arc::new(Issuers::new(config.issuers));
+    let (decisions, noted) = Decisions::new();
+    let tls = tls.map(Arc::new);
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(pepo_edge::keys::follow(keys.clone(), upstream.clone()));
+    tasks.spawn(pepo_edge::jwt::follow(issuers.clone()));
+    tasks.spawn(pepo_edge::decisions::follow(noted, upstream.clone()));
+    if let Some(tls) = tls.clone() {
+        tasks.spawn(async move { tls.follow().await });
+    }
+    let bounds = server::Bounds::for_this_process().within(&config.limits);
+    let gate = Gate::new(keys, issuers, config.limits.failures);
+    let rules = Rules {
+        proxies: config.proxies,
+        origins: config.origins,
+        streams: config.limits.streams.unwrap_or(bounds.connections * 3 / 4).max(1),
+        limits: config.limits,
+    };
+    let edge = Arc::new(handler::Edge::new(gate, rules, upstream, decisions));
+    let result = server::serve(listener, edge, tls, bounds, end(config.lifeline)).await;
+    drop(tasks);
     result.context("the listener failed")
 }
 

@@ -40,7 +40,7 @@ pub fn bind(address: SocketAddr) -> Result<TcpListener, Error> {
 /// # Errors
 /// See [`Error`].
 pub fn bind_free(address: SocketAddr, last_url: Option<&str>) -> Result<TcpListener, Error> {
-    let last = last_url.and_then(|url| url.trim().strip_prefix("http://")?.parse::<SocketAddr>().ok());
+    let last = last_url.and_then(|url| url.trim().split_once("://")?.1.parse::<SocketAddr>().ok());
     match last.filter(|last| last.ip() == address.ip()).map(TcpListener::bind) {
         Some(Ok(listener)) => Ok(listener),
         _ => bind(address),

@@ -4,24 +4,31 @@ use std::io::{self, Write};
 use std::net::IpAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use hyper::server::conn::http1;
+use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, watch};
 use tokio::time::{Instant, Sleep};
 
-use crate::handler::Edge;
+use crate::config::Limits;
+use crate::handler::{Edge, Place};
+use crate::net;
+use crate::rate::Open;
+use crate::tls::Tls;
 
 /// What a stranger may use up.
 #[derive(Clone, Copy, Debug)]
 pub struct Bounds {
     /// Connections at once; one more is told so and closed.
     pub connections: usize,
+    /// Of these, those of one source that is no trusted proxy.
+    pub of_source: usize,
     /// Bytes of a request's head.
     pub head_bytes: usize,
     /// Headers of a request.
@@ -37,16 +44,27 @@ pub struct Bounds {
 impl Bounds {
     /// The usual ones; each connection has two descriptors, so the limit on those bounds the connections too.
     pub fn for_this_process() -> Self {
-        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
-        let fit = usize::try_from(files.saturating_sub(64) / 2).unwrap_or(usize::MAX);
+        let connections = Self::fit().min(1024);
         Self {
-            connections: fit.clamp(8, 1024),
+            connections,
+            of_source: connections * 3 / 4,
             head_bytes: 16 * 1024,
             headers: 100,
             head_within: Duration::from_secs(15),
             write_stall: Duration::from_secs(300),
             end_within: Duration::from_secs(5),
         }
+    }
+
+    /// These, as far as the settings say otherwise. Never more connections than there are descriptors for.
+    pub fn within(self, limits: &Limits) -> Self {
+        let connections = limits.connections.map_or(self.connections, |most| most.min(Self::fit()));
+        Self { connections, of_source: (connections * 3 / 4).max(1), end_within: limits.drain, ..self }
+    }
+
+    fn fit() -> usize {
+        let files = rustix::process::getrlimit(rustix::process::Resource::Nofile).current.unwrap_or(1 << 20);
+        usize::try_from(files.saturating_sub(64) / 2).unwrap_or(usize::MAX).max(8)
     }
 }
 
@@ -57,9 +75,11 @@ impl Bounds {
 pub async fn serve(
     listener: TcpListener,
     edge: Arc<Edge>,
+    tls: Option<Arc<Tls>>,
     bounds: Bounds,
     end: impl Future<Output = ()>,
 ) -> io::Result<()> {
+    let sources = Open::default();
     let places = Arc::new(Semaphore::new(bounds.connections));
     let (ending, _) = watch::channel(());
     let mut end = pin!(end);
@@ -79,10 +99,17 @@ pub async fn serve(
             },
         };
         let Ok(place) = places.clone().try_acquire_owned() else {
-            full(stream);
+            full(stream, tls.is_some());
             continue;
         };
-        tokio::spawn(connection(stream, from.ip(), edge.clone(), bounds, Arc::new(place), ending.subscribe()));
+        let source = from.ip().to_canonical();
+        let most = if edge.proxies().have(source) { bounds.connections } else { bounds.of_source };
+        let Some(one) = sources.enter(net::neighbourhood(source), most) else {
+            full(stream, tls.is_some());
+            continue;
+        };
+        let (place, tls) = (Arc::new((place, one)), tls.clone());
+        tokio::spawn(connection(stream, source, edge.clone(), tls, bounds, place, ending.subscribe()));
     }
     drop(listener);
     drop(ending);
@@ -101,11 +128,11 @@ fn passing(error: &io::Error) -> bool {
     )
 }
 
-/// Says that there is no place, without waiting for anything.
-fn full(stream: TcpStream) {
+/// Says that there is no place, without waiting for anything: where there is TLS nothing can be said.
+fn full(stream: TcpStream, silent: bool) {
     tracing::warn!("no place for another connection");
     const BODY: &str = r#"{"error":{"code":"unavailable","message":"too many connections","retryable":true}}"#;
-    if let Ok(mut stream) = stream.into_std() {
+    if let (Ok(mut stream), false) = (stream.into_std(), silent) {
         let _ = write!(
             stream,
             "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\ncontent-length: {}\r\nconnection: close\r\n\r\n{BODY}",
@@ -118,13 +145,37 @@ async fn connection(
     stream: TcpStream,
     from: IpAddr,
     edge: Arc<Edge>,
+    tls: Option<Arc<Tls>>,
     bounds: Bounds,
-    place: crate::handler::Place,
-    mut ending: watch::Receiver<()>,
+    place: Place,
+    ending: watch::Receiver<()>,
 ) {
     let _ = stream.set_nodelay(true);
     let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
     let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60));
+    let stream = Stalling::new(stream, bounds.write_stall);
+    let Some(tls) = tls else {
+        return Box::pin(first(stream, from, edge, bounds, place, ending)).await;
+    };
+    match tokio::time::timeout(bounds.head_within, tls.acceptor().accept(stream)).await {
+        Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(b"h2") => {
+            Box::pin(second(stream, from, edge, bounds, place, ending)).await;
+        }
+        Ok(Ok(stream)) => Box::pin(first(stream, from, edge, bounds, place, ending)).await,
+        Ok(Err(error)) => tracing::debug!(%error, "no TLS came about"),
+        Err(_) => tracing::debug!("TLS took too long"),
+    }
+}
+
+/// HTTP/1.1.
+async fn first(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    from: IpAddr,
+    edge: Arc<Edge>,
+    bounds: Bounds,
+    place: Place,
+    mut ending: watch::Receiver<()>,
+) {
     let service = service_fn(move |request| {
         let (edge, place) = (edge.clone(), place.clone());
         async move { edge.answer(request, from, place).await }
@@ -134,7 +185,7 @@ async fn connection(
         .header_read_timeout(bounds.head_within)
         .max_header_size(bounds.head_bytes)
         .max_headers(bounds.headers)
-        .serve_connection(TokioIo::new(Stalling::new(stream, bounds.write_stall)), service)
+        .serve_connection(TokioIo::new(stream), service)
         .with_upgrades();
     let mut connection = pin!(connection);
     let mut told = false;
@@ -144,6 +195,73 @@ async fn connection(
             _ = ending.changed(), if !told => {
                 told = true;
                 connection.as_mut().graceful_shutdown();
+            }
+        }
+    };
+    if let Err(error) = result {
+        tracing::debug!(%error, "a connection ended");
+    }
+}
+
+/// Requests of an HTTP/2 connection at once.
+const AT_ONCE: u32 = 100;
+/// Streams that were reset before they were looked at; more of them end the connection.
+const RESET: usize = 20;
+/// What a caller may have on its way to us, by stream and by connection.
+const WINDOW: u32 = 256 * 1024;
+
+/// HTTP/2. A connection on which nothing is asked ends after as long as a head may take, four times.
+async fn second(
+    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
+    from: IpAddr,
+    edge: Arc<Edge>,
+    bounds: Bounds,
+    place: Place,
+    mut ending: watch::Receiver<()>,
+) {
+    // Of what is running here each holds one; whoever asks counts it up.
+    let running = Arc::new(AtomicU64::new(0));
+    let served = running.clone();
+    let service = service_fn(move |request| {
+        let (edge, place, served) = (edge.clone(), place.clone(), served.clone());
+        served.fetch_add(1, Ordering::Relaxed);
+        async move {
+            let answer = edge.answer(request, from, place).await;
+            answer.map(|answer| answer.map(|body| crate::body::holding(body, served)))
+        }
+    });
+    let connection = http2::Builder::new(TokioExecutor::new())
+        .timer(TokioTimer::new())
+        .max_concurrent_streams(AT_ONCE)
+        .max_pending_accept_reset_streams(RESET)
+        .max_local_error_reset_streams(Some(RESET))
+        .max_header_list_size(u32::try_from(bounds.head_bytes).unwrap_or(u32::MAX))
+        .initial_stream_window_size(WINDOW)
+        .initial_connection_window_size(WINDOW * 4)
+        .max_send_buf_size(WINDOW as usize)
+        .keep_alive_interval(Duration::from_secs(20))
+        .keep_alive_timeout(Duration::from_secs(20))
+        .serve_connection(TokioIo::new(stream), service);
+    let mut connection = pin!(connection);
+    let mut told = false;
+    let (patience, mut known) = (bounds.head_within * 4, 0);
+    let mut looked = Instant::now();
+    let result = loop {
+        tokio::select! {
+            result = connection.as_mut() => break result,
+            _ = ending.changed(), if !told => {
+                told = true;
+                connection.as_mut().graceful_shutdown();
+            }
+            () = tokio::time::sleep_until(looked + patience), if !told => {
+                looked = Instant::now();
+                // One is ours and one the service's: nothing runs, and nothing was asked since the last look.
+                let asked = running.load(Ordering::Relaxed);
+                if Arc::strong_count(&running) == 2 && asked == known {
+                    told = true;
+                    connection.as_mut().graceful_shutdown();
+                }
+                known = asked;
             }
         }
     };

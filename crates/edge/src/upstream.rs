@@ -1,8 +1,10 @@
-//! The daemon's end: one new connection over edge.sock per request, so that no two callers ever share one.
+//! The daemon's end: connections over edge.sock. One whose answer was read to its end serves the same caller again, and
+//! never another: no two callers ever share one, so nothing of one can be taken for the other's.
 
+use std::collections::HashMap;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::time::Duration;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use bytes::Bytes;
 use http::{HeaderValue, Request, Response, StatusCode, header};
@@ -14,7 +16,8 @@ use pepo_api::Route;
 use tokio::net::UnixStream;
 use tokio::task::JoinHandle;
 
-use crate::body::{self, Any};
+use crate::auth::Who;
+use crate::body::{self, Any, Held};
 
 const CONNECT_WITHIN: Duration = Duration::from_secs(2);
 /// The daemon's heads are small.
@@ -42,9 +45,55 @@ pub enum Error {
 /// A task that ends when this does.
 pub struct Running(JoinHandle<()>);
 
+impl Running {
+    /// Starts it.
+    pub fn spawn(task: impl Future<Output = ()> + Send + 'static) -> Self {
+        Running(tokio::spawn(task))
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
         self.0.abort();
+    }
+}
+
+/// How long a connection waits for its caller's next request; pepod waits longer.
+const IDLE: Duration = Duration::from_secs(10);
+/// Connections of one caller that wait.
+const WAITING: usize = 8;
+/// Callers whose connections wait.
+const CALLERS: usize = 64;
+
+struct Connection {
+    sender: SendRequest<Any>,
+    since: Instant,
+    _running: Running,
+}
+
+type Waiting = Mutex<HashMap<Who, Vec<Connection>>>;
+
+/// A connection in use for a caller. It waits for the next request once the answer is whole, and goes where it is not.
+pub struct Lease {
+    connection: Option<Connection>,
+    of: Who,
+    waiting: Arc<Waiting>,
+}
+
+impl Held for Lease {
+    fn whole(&mut self) {
+        let Some(connection) = self.connection.take() else { return };
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        if waiting.len() >= CALLERS && !waiting.contains_key(&self.of) {
+            waiting.retain(|_, of| of.iter().any(|one| one.since.elapsed() < IDLE));
+            if waiting.len() >= CALLERS {
+                return;
+            }
+        }
+        let of = waiting.entry(self.of.clone()).or_default();
+        if of.len() < WAITING {
+            of.push(Connection { since: Instant::now(), ..connection });
+        }
     }
 }
 
@@ -52,15 +101,16 @@ impl Drop for Running {
 #[derive(Clone)]
 pub struct Upstream {
     socket: Arc<PathBuf>,
+    waiting: Arc<Waiting>,
 }
 
 impl Upstream {
     /// The daemon behind this socket.
     pub fn new(socket: PathBuf) -> Self {
-        Self { socket: Arc::new(socket) }
+        Self { socket: Arc::new(socket), waiting: Arc::default() }
     }
 
-    async fn open(&self) -> Result<(SendRequest<Any>, Running), Error> {
+    async fn open(&self) -> Result<Connection, Error> {
         let refuse = |source| Error::Connect { socket: (*self.socket).clone(), source };
         let stream = tokio::time::timeout(CONNECT_WITHIN, UnixStream::connect(&*self.socket))
             .await
@@ -71,22 +121,45 @@ impl Upstream {
             .handshake(TokioIo::new(stream))
             .await
             .map_err(Error::Exchange)?;
-        let running = Running(tokio::spawn(async move {
+        let running = Running::spawn(async move {
             if let Err(error) = connection.with_upgrades().await {
                 tracing::debug!(%error, "connection to the daemon ended");
             }
-        }));
-        Ok((sender, running))
+        });
+        Ok(Connection { sender, since: Instant::now(), _running: running })
     }
 
-    /// Sends a request. What is returned beside the answer must live as long as its body is read.
+    /// A connection of that caller that waits and is well.
+    fn waiting(&self, of: &Who) -> Option<Connection> {
+        let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = waiting.get_mut(of)?;
+        while let Some(connection) = own.pop() {
+            if connection.since.elapsed() < IDLE && connection.sender.is_ready() {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    /// Sends a caller's request. What is returned beside the answer must live as long as its body is read.
     ///
     /// # Errors
     /// See [`Error`].
-    pub async fn send(&self, request: Request<Any>) -> Result<(Response<Incoming>, Running), Error> {
-        let (mut sender, running) = self.open().await?;
-        let answer = sender.send_request(request).await.map_err(Error::Exchange)?;
-        Ok((answer, running))
+    pub async fn send(&self, of: &Who, mut request: Request<Any>) -> Result<(Response<Incoming>, Lease), Error> {
+        let lease = |connection| Lease { connection: Some(connection), of: of.clone(), waiting: self.waiting.clone() };
+        if let Some(mut connection) = self.waiting(of) {
+            match connection.sender.try_send_request(request).await {
+                Ok(answer) => return Ok((answer, lease(connection))),
+                // The daemon closed it before anything was on its way: as if it had not been there.
+                Err(mut failed) => match failed.take_message() {
+                    Some(unsent) => request = unsent,
+                    None => return Err(Error::Exchange(failed.into_error())),
+                },
+            }
+        }
+        let mut connection = self.open().await?;
+        let answer = connection.sender.send_request(request).await.map_err(Error::Exchange)?;
+        Ok((answer, lease(connection)))
     }
 
     /// Asks a question, `?name=value` or nothing behind its path, for an answer of at most `most` bytes.
@@ -94,11 +167,20 @@ impl Upstream {
     /// # Errors
     /// See [`Error`].
     pub async fn ask(&self, row: &Route, query: &str, most: usize) -> Result<(StatusCode, Bytes), Error> {
-        let mut request = Request::new(body::nothing());
+        self.say(row, query, body::nothing(), most).await
+    }
+
+    /// The same with a body.
+    ///
+    /// # Errors
+    /// See [`Error`].
+    pub async fn say(&self, row: &Route, query: &str, body: Any, most: usize) -> Result<(StatusCode, Bytes), Error> {
+        let mut request = Request::new(body);
         *request.method_mut() = row.method.clone();
         *request.uri_mut() = format!("{}{query}", row.path).parse().map_err(|_| Error::Answer)?;
         request.headers_mut().insert(header::HOST, HeaderValue::from_static("pepod"));
-        let (answer, _running) = self.send(request).await?;
+        let mut connection = self.open().await?;
+        let answer = connection.sender.send_request(request).await.map_err(Error::Exchange)?;
         let status = answer.status();
         let body = Limited::new(answer.into_body(), most).collect().await.map_err(|_| Error::Answer)?.to_bytes();
         Ok((status, body))

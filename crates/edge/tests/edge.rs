@@ -2,134 +2,26 @@
 
 #![allow(clippy::expect_used, clippy::panic, reason = "a test fails by panicking")]
 
-use std::convert::Infallible;
-use std::future::Future;
-use std::net::SocketAddr;
-use std::path::Path;
-use std::sync::{Arc, Mutex};
+mod world;
+
+use std::sync::Arc;
 use std::time::Duration;
 
-use bytes::Bytes;
-use http::{HeaderMap, Method, Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
-use hyper::body::Incoming;
-use hyper::service::service_fn;
-use hyper_util::rt::TokioIo;
-use pepo_api::{AppId, EdgeKey, EdgeState, KeyId, Scope};
-use pepo_edge::handler::Edge;
-use pepo_edge::keys::{Keys, follow};
+use http::StatusCode;
+use pepo_edge::auth::Gate;
+use pepo_edge::config::Limits;
+use pepo_edge::decisions::Decisions;
+use pepo_edge::handler::{Edge, Rules};
+use pepo_edge::jwt::Issuers;
+use pepo_edge::keys::Keys;
 use pepo_edge::server::{Bounds, serve};
 use pepo_edge::upstream::Upstream;
-use sha2::{Digest, Sha256};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream, UnixListener};
-use tokio::sync::Notify;
+use tokio::net::{TcpListener, TcpStream};
+use world::{Fixture, KEY, LONG, Options, exchange, request, start as start_with, status};
 
-const KEY: &str = "pepo_0123456789";
-const LONG: Duration = Duration::from_secs(20);
-
-/// What the daemon was asked.
-#[derive(Clone, Debug)]
-struct Asked {
-    method: Method,
-    target: String,
-    headers: HeaderMap,
-    body: Bytes,
-}
-
-#[derive(Default)]
-struct Daemon {
-    asked: Mutex<Vec<Asked>>,
-    gone: Notify,
-    keys: Mutex<Vec<EdgeKey>>,
-}
-
-impl Daemon {
-    fn asked(&self) -> Vec<Asked> {
-        self.asked.lock().expect("lock").clone()
-    }
-}
-
-/// Tells when a request's future was dropped before its end, as it is when the edge hangs up.
-struct Dropped(Arc<Daemon>);
-
-impl Drop for Dropped {
-    fn drop(&mut self) {
-        self.0.gone.notify_one();
-    }
-}
-
-async fn daemon_answer(
-    daemon: Arc<Daemon>,
-    mut request: Request<Incoming>,
-) -> Result<Response<Full<Bytes>>, hyper::Error> {
-    if request.uri().path() == "/v1/edge/state" {
-        let state = EdgeState { generation: 1, keys: Some(daemon.keys.lock().expect("lock").clone()) };
-        return Ok(Response::new(Full::from(serde_json::to_vec(&state).expect("json"))));
-    }
-    let target = request.uri().to_string();
-    let asked = |body| Asked {
-        method: request.method().clone(),
-        target: target.clone(),
-        headers: request.headers().clone(),
-        body,
-    };
-    if let Some(protocol) = request.headers().get("upgrade").cloned() {
-        daemon.asked.lock().expect("lock").push(asked(Bytes::new()));
-        let upgraded = hyper::upgrade::on(&mut request);
-        tokio::spawn(async move {
-            let mut io = TokioIo::new(upgraded.await.expect("upgraded"));
-            let mut bytes = [0u8; 64];
-            while let Ok(n) = io.read(&mut bytes).await {
-                if n == 0 {
-                    let _ = io.write_all(b"bye").await;
-                    let _ = io.shutdown().await;
-                    break;
-                }
-                io.write_all(&bytes[..n].to_ascii_uppercase()).await.expect("echo");
-            }
-        });
-        let answer = Response::builder().status(101).header("connection", "upgrade").header("upgrade", protocol);
-        return Ok(answer.body(Full::default()).expect("answer"));
-    }
-    if target.ends_with("/hang") {
-        let _guard = Dropped(daemon.clone());
-        daemon.asked.lock().expect("lock").push(asked(Bytes::new()));
-        std::future::pending::<()>().await;
-    }
-    let (parts, body) = request.into_parts();
-    let body = body.collect().await?.to_bytes();
-    daemon.asked.lock().expect("lock").push(Asked { method: parts.method, target, headers: parts.headers, body });
-    let answer = Response::builder()
-        .header("pepo-activation", "3")
-        .header("connection", "x-hop")
-        .header("x-hop", "1")
-        .header("content-type", "application/json");
-    Ok(answer.body(Full::from("{\"ok\":true}")).expect("answer"))
-}
-
-fn daemon(socket: &Path, daemon: Arc<Daemon>) -> impl Future<Output = ()> + use<> {
-    let listener = UnixListener::bind(socket).expect("bind");
-    async move {
-        loop {
-            let (stream, _) = listener.accept().await.expect("accept");
-            let daemon = daemon.clone();
-            tokio::spawn(async move {
-                let service = service_fn(move |request| daemon_answer(daemon.clone(), request));
-                let _ = hyper::server::conn::http1::Builder::new()
-                    .serve_connection(TokioIo::new(stream), service)
-                    .with_upgrades()
-                    .await;
-            });
-        }
-    }
-}
-
-struct Fixture {
-    _directory: tempfile::TempDir,
-    daemon: Arc<Daemon>,
-    address: SocketAddr,
-    app: AppId,
+async fn start(bounds: Bounds) -> Fixture {
+    start_with(Options { bounds, ..Options::default() }).await
 }
 
 fn bounds() -> Bounds {
@@ -138,55 +30,6 @@ fn bounds() -> Bounds {
         end_within: Duration::from_millis(100),
         ..Bounds::for_this_process()
     }
-}
-
-async fn start(bounds: Bounds) -> Fixture {
-    let directory = tempfile::tempdir().expect("directory");
-    let socket = directory.path().join("edge.sock");
-    let fake = Arc::new(Daemon::default());
-    let app = AppId::generate();
-    let sha256 = Sha256::digest(KEY).iter().map(|b| format!("{b:02x}")).collect();
-    fake.keys.lock().expect("lock").push(EdgeKey {
-        id: KeyId::generate(),
-        app_id: app,
-        sha256,
-        scopes: vec![Scope::all()],
-        sources: Vec::new(),
-        expires_at: None,
-    });
-    tokio::spawn(daemon(&socket, fake.clone()));
-    let upstream = Upstream::new(socket);
-    let keys = Arc::new(Keys::default());
-    tokio::spawn(follow(keys.clone(), upstream.clone()));
-    let edge = Arc::new(Edge::new(keys.clone(), upstream));
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
-    let address = listener.local_addr().expect("address");
-    tokio::spawn(async move { serve(listener, edge, bounds, std::future::pending()).await });
-    tokio::time::timeout(LONG, async {
-        while !keys.fresh() {
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-    })
-    .await
-    .expect("keys were learnt");
-    Fixture { _directory: directory, daemon: fake, address, app }
-}
-
-/// Sends these bytes and reads until the other side closes.
-async fn exchange(address: SocketAddr, bytes: impl AsRef<[u8]>) -> String {
-    let mut stream = TcpStream::connect(address).await.expect("connect");
-    stream.write_all(bytes.as_ref()).await.expect("write");
-    let mut answer = Vec::new();
-    tokio::time::timeout(LONG, stream.read_to_end(&mut answer)).await.expect("an end").expect("read");
-    String::from_utf8_lossy(&answer).into_owned()
-}
-
-fn request(head: &str, body: &str) -> String {
-    format!("{head}\r\nhost: x\r\nauthorization: Bearer {KEY}\r\nconnection: close\r\n\r\n{body}")
-}
-
-fn status(answer: &str) -> u16 {
-    answer.split(' ').nth(1).and_then(|text| text.parse().ok()).unwrap_or_else(|| panic!("no status in {answer:?}"))
 }
 
 #[tokio::test]
@@ -368,13 +211,15 @@ async fn the_daemon_sees_a_caller_go() {
 }
 
 #[tokio::test]
-async fn without_a_daemon_nobody_is_let_in() -> Result<(), Infallible> {
+async fn without_a_daemon_nobody_is_let_in() {
     let directory = tempfile::tempdir().expect("directory");
     let upstream = Upstream::new(directory.path().join("edge.sock"));
-    let edge = Arc::new(Edge::new(Arc::new(Keys::default()), upstream));
+    let issuers = Arc::new(Issuers::new(vec![]));
+    let gate = Gate::new(Arc::new(Keys::default()), issuers, Limits::default().failures);
+    let edge = Arc::new(Edge::new(gate, Rules { streams: 8, ..Rules::default() }, upstream, Decisions::new().0));
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("address");
-    tokio::spawn(async move { serve(listener, edge, bounds(), std::future::pending()).await });
+    tokio::spawn(async move { serve(listener, edge, None, bounds(), std::future::pending()).await });
     let answer = exchange(address, request("GET /v1/sessions HTTP/1.1", "")).await;
     assert_eq!(status(&answer), 503, "{answer}");
     assert!(answer.contains("retry-after: 1") && answer.contains("\"unavailable\""), "{answer}");
@@ -383,5 +228,4 @@ async fn without_a_daemon_nobody_is_let_in() -> Result<(), Infallible> {
         status(&exchange(address, request("GET /readyz HTTP/1.1", "")).await),
         StatusCode::SERVICE_UNAVAILABLE.as_u16()
     );
-    Ok(())
 }

@@ -12,16 +12,17 @@ use super::attach::{self, Attachment};
 use super::stream::CommandEvents;
 use super::{Body, ByteStream, Client, ClientError, EventStream, body_from};
 use crate::query::{
-    ApplyFile, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, ListWorkspaces, RemoveApp,
+    ApplyFile, AskKey, AtPath, ListApps, ListCommands, ListEvents, ListKeys, ListSessions, ListWorkspaces, RemoveApp,
     RemoveWorkspace, ShowCommand, ShowConsole, ShowDoctor, ShowFile, ShowServices, ShowSession, ShowUsage, UnderPath,
     WriteFile, WriteStdin,
 };
 use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
-    CreateSession, CreateWorkspace, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event, FeedEvent,
-    FileChange, FileEntry, FileList, Health, Image, Key, MakeFile, NewKey, Output, Page, RecipeFile, RemovedImages,
-    RemovedWorkspace, RenameFile, RotateKey, SendSignal, Service, Session, SessionStats, StdinAnswer, StreamEvent,
-    SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, UpdateWorkspace, UsageReport, Version, Workspace, route,
+    CreateSession, CreateToken, CreateWorkspace, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event,
+    FeedEvent, FileChange, FileEntry, FileList, Health, Image, Key, KeyCan, MakeFile, NewKey, NewToken, Output, Page,
+    RecipeFile, RemovedImages, RemovedWorkspace, RenameFile, RotateKey, SendSignal, Service, Session, SessionStats,
+    StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, UpdateWorkspace, UsageReport,
+    Version, Workspace, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -409,6 +410,21 @@ impl Client {
     /// One key, by id or name.
     pub async fn key_show(&self, key: &str) -> Result<Key, ClientError> {
         self.json(self.request(&route::key_show, &[("key", key)])?).await
+    }
+
+    /// Makes a short-lived token for one Session; its text is told this once.
+    pub async fn token_create(&self, session: &str, body: &CreateToken) -> Result<NewToken, ClientError> {
+        self.json(self.request(&route::token_create, &[("session", session)])?.with_json(body)?).await
+    }
+
+    /// Ends every token of this Session that was made until now.
+    pub async fn token_revoke(&self, session: &str) -> Result<(), ClientError> {
+        self.empty(self.request(&route::token_revoke, &[("session", session)])?.waiting(30)).await
+    }
+
+    /// Whether this key could do that, and why.
+    pub async fn key_can(&self, key: &str, query: &AskKey) -> Result<KeyCan, ClientError> {
+        self.json(self.request(&route::key_can, &[("key", key)])?.with_query(query)?).await
     }
 
     /// Makes a key that takes this one's place.

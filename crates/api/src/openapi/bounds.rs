@@ -57,6 +57,11 @@ fn properties() -> Vec<(&'static str, &'static str, Value)> {
         ("CreateKey", "scopes", json!({"maxItems": 32})),
         ("CreateKey", "sources", json!({"maxItems": 64})),
         ("CreateKey", "expires_seconds", seconds(1)),
+        ("AppIngress", "sources", json!({"maxItems": 64})),
+        ("AppQuota", "requests_per_second", json!({"minimum": 1})),
+        ("CreateToken", "scopes", json!({"maxItems": 32})),
+        ("CreateToken", "port", json!({"minimum": 1, "maximum": 65_535})),
+        ("CreateToken", "expires_seconds", json!({"minimum": 1, "maximum": 3600, "default": 600})),
         ("NetworkRule", "ports", json!({"items": {"type": "integer", "minimum": 1, "maximum": 65_535}})),
     ];
     for schema in ["CreateSession", "AppDefaults", "AppLimits"] {

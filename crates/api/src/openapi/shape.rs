@@ -412,6 +412,10 @@ fn app(name: &str) -> Option<Shape> {
             .located(),
         "key_list" => says("List keys").query::<ListKeys>().page::<Key>(),
         "key_show" => says("Look at a key").json::<Key>(200),
+        "key_can" => says("Ask whether a key could do something, and why")
+            .about("What the edge and the daemon would say. What is another App's is as absent as what was never made.")
+            .query::<AskKey>()
+            .json::<KeyCan>(200),
         "key_rotate" => says("Replace a key")
             .about("The old one stays valid for as long as is asked for.")
             .may_have::<RotateKey>()
@@ -454,6 +458,13 @@ fn other(name: &str) -> Option<Shape> {
         "down" => says("End the daemon and every Sandbox").plain(204),
         "backup" => Shape { raw_out: "application/x-tar", ..says("Save what cannot be made again").plain(200) },
         "edge_state" => says("Read what the edge needs").query::<ShowEdgeState>().json::<EdgeState>(200),
+        "edge_decisions" => says("Tell what the edge refused").body::<EdgeDecisions>().plain(204),
+        "token_create" => says("Make a token of a Session, for a browser")
+            .about("It ends by its time, with the Session, with the key that made it, and when the Session's tokens are revoked.")
+            .may_have::<CreateToken>()
+            .json::<NewToken>(201)
+            .also(&[410]),
+        "token_revoke" => says("Revoke every token of a Session, at once").plain(204).also(&[410]),
         "healthz" => says("Whether it lives").json::<Health>(200),
         "readyz" => says("Whether requests would be served").json::<Health>(200).json::<Health>(503),
         "openapi" => Shape { answers: vec![(200, Some(Model::any()))], ..says("This document") },

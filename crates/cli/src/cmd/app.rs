@@ -91,6 +91,9 @@ struct Settings {
     /// What its Sessions may reach at the most, and get where they name nothing: `none`, `public`, `allow=ENTRY,…`
     #[arg(long, value_name = "POLICY", value_parser = value::network, help_heading = "The most that one Session may ask for")]
     net: Option<NetworkSpec>,
+    /// Requests a second through the Edge API
+    #[arg(long, value_name = "N", help_heading = "The most that all of them may have")]
+    quota_requests: Option<u64>,
 }
 
 impl Settings {
@@ -118,6 +121,7 @@ impl Settings {
                 cpus: self.quota_cpus.or(quota.cpus),
                 commands: self.quota_commands.or(quota.commands),
                 workspace_mib: self.quota_workspaces.map(u64::from).or(quota.workspace_mib),
+                requests_per_second: self.quota_requests.or(quota.requests_per_second),
             },
         )
     }
@@ -227,7 +231,15 @@ impl App {
                     verb.settings.over(Default::default(), Default::default(), Default::default());
                 let labels = verb.labels.iter().cloned().collect();
                 let network = verb.settings.net.clone();
-                let body = CreateApp { name: verb.name.clone(), labels, defaults, limits, quota, network };
+                let body = CreateApp {
+                    name: verb.name.clone(),
+                    labels,
+                    defaults,
+                    limits,
+                    quota,
+                    network,
+                    ..CreateApp::default()
+                };
                 print(&client.app_create(&body).await?, verb.json)
             }
             App::Ls(verb) => {

@@ -29,7 +29,11 @@ impl Config {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let instance = place.local("config")?;
         match self {
-            Config::Check => tool::pass(&instance, &["config", "check"]).await,
+            Config::Check => match tool::pass(&instance, &["config", "check"]).await? {
+                // Certificates and identity providers are the edge's to judge.
+                0 => tool::pass_to(&instance, "pepo-edge", &["--check"]).await,
+                wrong => Ok(wrong),
+            },
             Config::Default => tool::pass(&instance, &["config", "default"]).await,
             Config::Show(show) => {
                 let shown: ConfigShown = match instance.client().config_show().await {

@@ -1,8 +1,8 @@
 //! `pepo key …`: keys of one App. A key's text is shown once, by whoever made it.
 
 use clap::{Args, Subcommand};
-use pepo_api::query::ListKeys;
-use pepo_api::{CreateKey, Key as Record, NewKey, RotateKey, Scope};
+use pepo_api::query::{AskKey, ListKeys};
+use pepo_api::{CreateKey, Key as Record, KeyCan, NewKey, RotateKey, Scope};
 
 use crate::fail::{self, Outcome};
 use crate::place::Place;
@@ -16,6 +16,8 @@ pub enum Key {
     Ls(Ls),
     /// Make a key that takes another one's place; the old one is valid for a while yet
     Rotate(Rotate),
+    /// Say whether a key could do that, and why
+    Can(Can),
     /// End a key: when this returns it lets nobody in
     Revoke(Revoke),
 }
@@ -69,6 +71,25 @@ pub struct Rotate {
 }
 
 #[derive(Debug, Args)]
+#[command(
+    after_help = "Examples: pepo key can ci commands:run web\n          pepo key can ci dial web:3000\n          pepo key can ci session_create"
+)]
+pub struct Can {
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+    /// The key, by id or name
+    #[arg(value_name = "KEY")]
+    which: String,
+    /// A scope's word (commands:run) or a route's name (command_create)
+    #[arg(value_name = "ACTION")]
+    action: String,
+    /// What it is done to: a Session, Workspace, Image or key by id or name, SES:PORT; left out: the App
+    #[arg(value_name = "RESOURCE")]
+    resource: Option<String>,
+}
+
+#[derive(Debug, Args)]
 pub struct Revoke {
     /// Print it as JSON
     #[arg(long)]
@@ -110,6 +131,15 @@ impl Key {
             Key::Rotate(verb) => {
                 print(&client.key_rotate(&verb.which, &RotateKey { overlap_seconds: verb.overlap }).await?, verb.json)
             }
+            Key::Can(verb) => {
+                let query = AskKey { action: verb.action.clone(), resource: verb.resource.clone() };
+                let told = client.key_can(&verb.which, &query).await?;
+                match verb.json {
+                    true => render::json(&told)?,
+                    false => render::say(&answer(&told))?,
+                }
+                Ok(if told.allowed { 0 } else { 1 })
+            }
             Key::Revoke(verb) => {
                 let key = client.key_revoke(&verb.which).await?;
                 if verb.json {
@@ -121,6 +151,15 @@ impl Key {
             }
         }
     }
+}
+
+fn answer(told: &KeyCan) -> String {
+    let word = if told.allowed { "yes" } else { "no" };
+    let from = match told.sources.as_slice() {
+        [] => String::new(),
+        sources => format!("; from {} alone", sources.join(", ")),
+    };
+    format!("{word}: {}{from}", told.because)
 }
 
 /// The text alone on standard output, so that it can go straight to where it is kept.

@@ -78,7 +78,7 @@ enum Middle {
 impl Run {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let (interrupts, outputs) = (Interrupts::new()?, Outputs::own()?);
-        self.run_with(place, interrupts, outputs).await
+        Box::pin(self.run_with(place, interrupts, outputs)).await
     }
 
     async fn run_with(&self, place: Place, mut interrupts: Interrupts, outputs: Outputs) -> Outcome<u8> {
@@ -509,7 +509,7 @@ mod tests {
         let fake = Fake::new(steps(&[Step::Out(b"x"), Step::Signals(99)]));
         let outputs = Outputs { stdout: Box::new(Closed), stderr: Box::new(Closed) };
         let (_hand, interrupts) = Interrupts::scripted();
-        let code = run(&fake, &["--", "x"]).run_with(fake.place(), interrupts, outputs).await.unwrap();
+        let code = Box::pin(run(&fake, &["--", "x"]).run_with(fake.place(), interrupts, outputs)).await.unwrap();
         assert_eq!(code, 141);
         assert_eq!(fake.asked(), WHOLE);
     }

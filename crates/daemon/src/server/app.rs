@@ -57,10 +57,10 @@ async fn shown(pepod: &Pepod, app: &AppRow) -> Result<App, Problem> {
 
 async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateApp>) -> Result<Response, Problem> {
     let Asked { body, once } = asked;
-    let CreateApp { name, labels, defaults, limits, quota, network } = body;
-    let settings = AppSettings { labels, defaults, limits, quota, network };
+    let CreateApp { name, labels, defaults, limits, quota, network, ingress } = body;
+    let mut settings = AppSettings { labels, defaults, limits, quota, network, ingress };
     check_app_name(&name)?;
-    check(&pepod, &settings)?;
+    check(&pepod, &mut settings)?;
     let find = |pepod: Pepod, id: AppId| async move {
         match pepod.apps().get(id) {
             Some(app) => made(&pepod, &app).await.map(Some),
@@ -114,21 +114,26 @@ async fn update(
     Json(body): Json<UpdateApp>,
 ) -> Result<Response, Problem> {
     let app = find(&pepod, call, &which)?;
-    let UpdateApp { name, labels, defaults, limits, quota, network } = body;
-    let settings = AppSettings {
+    let UpdateApp { name, labels, defaults, limits, quota, network, ingress } = body;
+    let mut settings = AppSettings {
         labels: labels.unwrap_or_else(|| app.settings.labels.clone()),
         defaults: defaults.unwrap_or_else(|| app.settings.defaults.clone()),
         limits: limits.unwrap_or_else(|| app.settings.limits.clone()),
         quota: quota.unwrap_or_else(|| app.settings.quota.clone()),
         network: network.unwrap_or_else(|| app.settings.network.clone()),
+        ingress: ingress.unwrap_or_else(|| app.settings.ingress.clone()),
     };
     if let Some(name) = &name {
         rename(&pepod, call, &app, name)?;
     }
     may(call, &app, &settings)?;
-    check(&pepod, &settings)?;
+    check(&pepod, &mut settings)?;
     let wanted = Wanted { name: name.unwrap_or_else(|| app.name.clone()), settings, text: None };
+    let ingress = app.settings.ingress != wanted.settings.ingress;
     let app = change(&pepod, call, &app, wanted).await?;
+    if ingress {
+        super::key::settled(&pepod).await;
+    }
     Ok(axum::Json(shown(&pepod, &app).await?).into_response())
 }
 
@@ -226,7 +231,7 @@ async fn file_apply(
         .map_err(|_| Problem::new(ErrorCode::PayloadTooLarge, format!("an App file has at most {FILE_BYTES} bytes")))?;
     let text = String::from_utf8(body.to_bytes().into())
         .map_err(|_| Problem::new(ErrorCode::BadRequest, "the App file is not UTF-8"))?;
-    let settings = apps::parse(&text).map_err(|error| match error.setting.as_str() {
+    let mut settings = apps::parse(&text).map_err(|error| match error.setting.as_str() {
         "" => Problem::new(ErrorCode::Invalid, error.message),
         setting => Problem::invalid(setting.to_owned(), error.message),
     })?;
@@ -235,7 +240,7 @@ async fn file_apply(
         return Err(Problem::new(ErrorCode::Conflict, message).param_of("if_version"));
     }
     may(call, &app, &settings)?;
-    check(&pepod, &settings)?;
+    check(&pepod, &mut settings)?;
     let changes = apps::changes(&app.settings, &settings);
     let same = changes.is_empty() && pepod.store().app_file(app.id, app.version).await?.as_deref() == Some(&text);
     if query.dry_run == Some(true) || same {
@@ -263,15 +268,21 @@ fn check_app_name(name: &str) -> Result<(), Problem> {
     }
 }
 
-fn check(pepod: &Pepod, settings: &AppSettings) -> Result<(), Problem> {
+/// Refuses what cannot be, and puts ranges into their one form.
+fn check(pepod: &Pepod, settings: &mut AppSettings) -> Result<(), Problem> {
     if let Some(network) = &settings.network {
         crate::network::policy(pepod.sessions().reach().network(), network)?;
     }
     check_numbers(settings)
 }
 
-fn check_numbers(settings: &AppSettings) -> Result<(), Problem> {
-    let AppSettings { labels, defaults, limits, quota: _, network: _ } = settings;
+fn check_numbers(settings: &mut AppSettings) -> Result<(), Problem> {
+    let AppSettings { labels, defaults, limits, quota, ingress, network: _ } = settings;
+    ingress.sources = super::key::ranges("ingress.sources", &ingress.sources)?;
+    let (defaults, limits): (&AppDefaults, &AppLimits) = (defaults, limits);
+    if quota.requests_per_second == Some(0) {
+        return Err(Problem::invalid("quota.requests_per_second", "it is 0; at least 1, or not set"));
+    }
     check_labels(labels)?;
     let AppDefaults { image, cpus, memory_mib, disk_mib, keep_alive_seconds, expires_seconds } = defaults;
     if let Some(image) = image
@@ -358,13 +369,18 @@ mod tests {
         let refused = |change: fn(&mut AppSettings)| {
             let mut settings = AppSettings::default();
             change(&mut settings);
-            check_numbers(&settings).map_err(|problem| problem.0.param.unwrap_or_default()).expect_err("refused")
+            check_numbers(&mut settings).map_err(|problem| problem.0.param.unwrap_or_default()).expect_err("refused")
         };
         assert_eq!(refused(|s| s.defaults.cpus = Some(0)), "defaults.cpus");
         assert_eq!(refused(|s| s.limits.memory_mib = Some(1)), "limits.memory_mib");
         assert_eq!(refused(|s| (s.defaults.cpus, s.limits.cpus) = (Some(3), Some(2))), "defaults.cpus");
         assert_eq!(refused(|s| s.defaults.image = Some(String::new())), "defaults.image");
         assert_eq!(refused(|s| s.defaults.keep_alive_seconds = Some(u64::MAX)), "defaults.keep_alive_seconds");
-        assert!(check_numbers(&AppSettings::default()).is_ok());
+        assert_eq!(refused(|s| s.ingress.sources = vec!["10.0.0.0/8".into(), "x".into()]), "ingress.sources[1]");
+        assert_eq!(refused(|s| s.quota.requests_per_second = Some(0)), "quota.requests_per_second");
+        let mut ours = AppSettings::default();
+        ours.ingress.sources = vec!["10.0.0.1".into()];
+        assert!(check_numbers(&mut ours).is_ok());
+        assert_eq!(ours.ingress.sources, ["10.0.0.1/32"]);
     }
 }

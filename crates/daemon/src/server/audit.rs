@@ -29,6 +29,9 @@ pub(super) async fn layer(route: &'static Route, params: RawPathParams, request:
     if route.audience == Audience::Tenant {
         event = event.app(call.app);
     }
+    if let Some(source) = call.source {
+        event = event.detail("source", source);
+    }
     for (name, value) in &params {
         event = match name {
             "session" => match value.parse::<SessionId>() {

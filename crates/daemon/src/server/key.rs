@@ -6,8 +6,11 @@ use std::time::Duration;
 use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
 use http::{HeaderValue, StatusCode, header};
-use pepo_api::query::ListKeys;
-use pepo_api::{CreateKey, ErrorCode, Key, KeyId, NewKey as Shown, Page, RotateKey, Scope, route};
+use pepo_api::query::{AskKey, ListKeys};
+use pepo_api::{
+    Action, CreateKey, ErrorCode, Key, KeyCan, KeyId, NewKey as Shown, Page, Principal, ROUTES, Resource, RotateKey,
+    Scope, Subject, allow, route,
+};
 
 use super::once::{self, Asked};
 use super::settings::check_name;
@@ -31,6 +34,7 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::key_create, create);
     routes.route(&route::key_list, list);
     routes.route(&route::key_show, show);
+    routes.route(&route::key_can, can);
     routes.route(&route::key_rotate, rotate);
     routes.route(&route::key_revoke, revoke);
 }
@@ -79,10 +83,7 @@ async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateKey>)
     if scopes.len() > 32 {
         return Err(Problem::invalid("scopes", "at most 32 scopes"));
     }
-    if sources.len() > SOURCES {
-        return Err(Problem::invalid("sources", format!("at most {SOURCES} ranges")));
-    }
-    let sources = sources.iter().enumerate().map(|(n, text)| range(n, text)).collect::<Result<_, _>>()?;
+    let sources = ranges("sources", &sources)?;
     let expires_at = match expires_seconds {
         None => None,
         Some(seconds) if (1..=LONGEST).contains(&seconds) => later(seconds),
@@ -133,10 +134,17 @@ fn later(seconds: u64) -> Option<jiff::Timestamp> {
     jiff::Timestamp::now().checked_add(jiff::SignedDuration::from_secs(seconds as i64)).ok()
 }
 
+/// Ranges of addresses, each in its one form.
+pub(super) fn ranges(param: &str, sources: &[String]) -> Result<Vec<String>, Problem> {
+    if sources.len() > SOURCES {
+        return Err(Problem::invalid(param, format!("at most {SOURCES} ranges")));
+    }
+    sources.iter().enumerate().map(|(n, text)| range(&format!("{param}[{n}]"), text)).collect()
+}
+
 /// `address/bits`, or an address alone.
-fn range(number: usize, text: &str) -> Result<String, Problem> {
-    let wrong =
-        || Problem::invalid(format!("sources[{number}]"), "a range is as 192.0.2.0/24, 2001:db8::/32, or one address");
+fn range(param: &str, text: &str) -> Result<String, Problem> {
+    let wrong = || Problem::invalid(param, "a range is as 192.0.2.0/24, 2001:db8::/32, or one address");
     let (address, bits) = text.split_once('/').map_or((text, None), |(address, bits)| (address, Some(bits)));
     let address: IpAddr = address.parse().map_err(|_| wrong())?;
     let most = if address.is_ipv4() { 32 } else { 128 };
@@ -177,6 +185,105 @@ async fn list(State(pepod): State<Pepod>, call: Call, Query(query): Query<ListKe
 
 async fn show(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
     Ok(axum::Json(shown(find(&pepod, call, &which).await?)).into_response())
+}
+
+/// What an action's word is about, where no route says it closer.
+fn subject(action: Action) -> Subject {
+    match action {
+        Action::SessionsRead
+        | Action::SessionsWrite
+        | Action::CommandsRead
+        | Action::CommandsRun
+        | Action::FilesRead
+        | Action::FilesWrite => Subject::Session,
+        Action::PortsConnect => Subject::Port,
+        Action::WorkspacesRead | Action::WorkspacesWrite => Subject::Workspace,
+        Action::ImagesRead | Action::ImagesWrite => Subject::Image,
+        Action::KeysRead | Action::KeysWrite => Subject::Key,
+        Action::TokensWrite => Subject::Session,
+        Action::EventsRead
+        | Action::AppsRead
+        | Action::AppsWrite
+        | Action::AuditRead
+        | Action::UsageRead
+        | Action::HostOperate
+        | Action::EdgeSync
+        | Action::Health => Subject::App,
+    }
+}
+
+/// An action by its word, or by a route that asks for it.
+fn asked(text: &str) -> Option<(Action, Subject)> {
+    if let Some(row) = ROUTES.iter().find(|row| row.name == text) {
+        return Some((row.action, row.subject));
+    }
+    Action::ALL.iter().find(|action| action.word() == text).map(|action| (*action, subject(*action)))
+}
+
+/// Whether the App has that. What another one has is as absent as what nobody has.
+async fn there_is(pepod: &Pepod, call: Call, resource: Resource<'_>) -> Result<bool, Problem> {
+    Ok(match resource {
+        Resource::App => true,
+        Resource::Session(which) | Resource::Port(which, _) => match pepod.sessions().find(call.app, which).await {
+            Ok(_) => true,
+            Err(crate::session::Error::NotFound { .. }) => false,
+            Err(error) => return Err(error.into()),
+        },
+        Resource::Workspace(which) => match pepod.workspaces().find(call.app, which).await {
+            Ok(_) => true,
+            Err(crate::workspace::Error::NotFound(_)) => false,
+            Err(error) => return Err(error.into()),
+        },
+        // Images are everybody's who may see them.
+        Resource::Image(_) => true,
+        Resource::Key(which) => find(pepod, call, which).await.is_ok(),
+    })
+}
+
+async fn can(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(query): Query<AskKey>,
+) -> Result<Response, Problem> {
+    let key = find(&pepod, call, &which).await?;
+    let Some((action, subject)) = asked(&query.action) else {
+        let words = Action::ALL.iter().filter(|action| action.is_tenants()).map(|action| action.word());
+        let mut words: Vec<_> = words.collect();
+        words.dedup();
+        let message = format!("no action and no route is called so; there are {}", words.join(", "));
+        return Err(Problem::invalid("action", message));
+    };
+    let resource = match (query.resource.as_deref(), subject) {
+        (None, _) | (Some(""), _) => Resource::App,
+        (Some(_), Subject::App) => return Err(Problem::invalid("resource", "this action is about the App as a whole")),
+        (Some(which), Subject::Session) => Resource::Session(which),
+        (Some(text), Subject::Port) => match text.split_once(':') {
+            Some((session, port)) if port.parse::<u16>().is_ok() => Resource::Port(session, port),
+            _ => return Err(Problem::invalid("resource", "a port is named SESSION:PORT")),
+        },
+        (Some(which), Subject::Workspace) => Resource::Workspace(which),
+        (Some(which), Subject::Image) => Resource::Image(which),
+        (Some(which), Subject::Key) => Resource::Key(which),
+    };
+    let app = pepod.apps().get(call.app);
+    let decided = allow(Principal { scopes: &key.scopes, bound: None }, action, resource);
+    let (allowed, because) = if key.revoked_at.is_some() {
+        (false, "the key was revoked".into())
+    } else if !key.is_valid(jiff::Timestamp::now()) {
+        (false, "the key is over".into())
+    } else {
+        match decided {
+            Err(denied) => (false, denied.to_string()),
+            Ok(_) if !there_is(&pepod, call, resource).await? => (
+                false,
+                format!("the App{} has no such thing", app.map(|app| format!(" {}", app.name)).unwrap_or_default()),
+            ),
+            Ok(scope) => (true, format!("its scope {scope} covers {}", action.word())),
+        }
+    };
+    let told = KeyCan { allowed, because, action: action.word().into(), key_id: key.id, sources: key.sources };
+    Ok(axum::Json(told).into_response())
 }
 
 async fn rotate(
@@ -241,8 +348,17 @@ mod tests {
     use super::*;
 
     #[test]
+    fn an_action_is_named_by_its_word_or_by_a_route() {
+        assert_eq!(asked("commands:run"), Some((Action::CommandsRun, Subject::Session)));
+        assert_eq!(asked("session_create"), Some((Action::SessionsWrite, Subject::App)));
+        assert_eq!(asked("dial"), Some((Action::PortsConnect, Subject::Port)));
+        assert_eq!(asked("host:operate"), Some((Action::HostOperate, Subject::App)));
+        assert_eq!(asked("commands"), None);
+    }
+
+    #[test]
     fn ranges_have_one_form() {
-        let read = |text| range(3, text).map_err(|problem| problem.0.param.unwrap_or_default());
+        let read = |text| range("sources[3]", text).map_err(|problem| problem.0.param.unwrap_or_default());
         assert_eq!(read("192.0.2.0/24"), Ok("192.0.2.0/24".into()));
         assert_eq!(read("192.0.2.7"), Ok("192.0.2.7/32".into()));
         assert_eq!(read("2001:DB8:0::/32"), Ok("2001:db8::/32".into()));

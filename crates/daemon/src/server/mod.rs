@@ -23,6 +23,7 @@ mod once;
 mod operator;
 mod session;
 mod settings;
+mod token;
 mod usage;
 mod workspace;
 
@@ -49,7 +50,7 @@ use tower_service::Service as _;
 use crate::Pepod;
 use crate::capacity::Full;
 use crate::session::Error;
-use crate::store::{self, Actor};
+use crate::store::{self, Actor, Name};
 
 pub use extract::{Json, Query};
 pub use feed::Streams;
@@ -90,6 +91,10 @@ pub struct Call {
     pub app_named: bool,
     /// The key it came with, through the edge.
     pub key: Option<KeyId>,
+    /// Who it is, as the edge names one who came without a key of their own.
+    pub name: Option<Name>,
+    /// The address it came from, as the edge tells it.
+    pub source: Option<std::net::IpAddr>,
     /// Its id, in answers and logs.
     pub request_id: RequestId,
     /// `If-Activation`.
@@ -99,10 +104,11 @@ pub struct Call {
 impl Call {
     /// Who that is, for the audit log and events.
     pub fn actor(&self) -> Actor {
-        match (self.caller, self.key) {
-            (Caller::Operator { uid }, _) => Actor::Uid(uid),
-            (_, Some(key)) => Actor::Key(key),
-            (Caller::App(_) | Caller::Edge, None) => Actor::Edge,
+        match (self.caller, self.name, self.key) {
+            (Caller::Operator { uid }, ..) => Actor::Uid(uid),
+            (_, Some(name), _) => Actor::Named(name),
+            (_, None, Some(key)) => Actor::Key(key),
+            (Caller::App(_) | Caller::Edge, None, None) => Actor::Edge,
         }
     }
 
@@ -337,6 +343,7 @@ fn routes() -> Routes {
     key::register(&mut routes);
     operator::register(&mut routes);
     usage::register(&mut routes);
+    token::register(&mut routes);
     routes
 }
 
@@ -468,11 +475,11 @@ fn identify(
             Some(text.parse().map_err(|_| Problem::invalid("If-Activation", "If-Activation must be a number"))?)
         }
     };
-    let key = match listener {
-        Listener::Edge { .. } => named("pepo-key").and_then(|key| key.parse().ok()),
-        Listener::Operator => None,
-    };
-    Ok(Call { caller, app, app_named: app_named.is_some(), key, request_id, activation })
+    let told = |name: &str| named(name).filter(|_| listener != Listener::Operator);
+    let key = told("pepo-key").and_then(|key| key.parse().ok());
+    let name = told("pepo-actor").and_then(Name::new);
+    let source = told("pepo-source").and_then(|source| source.parse().ok());
+    Ok(Call { caller, app, app_named: app_named.is_some(), key, name, source, request_id, activation })
 }
 
 impl Problem {

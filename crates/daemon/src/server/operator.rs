@@ -8,13 +8,13 @@ use bytes::Bytes;
 use http::{StatusCode, header};
 use pepo_api::query::{ShowDoctor, ShowEdgeState};
 use pepo_api::{
-    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeKey, EdgeState, ErrorCode, Health, OPENAPI, REFERENCE,
-    REFERENCE_POLICY, SweepReport, SweepRequest, route,
+    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeApp, EdgeDecision, EdgeDecisions, EdgeKey, EdgeState,
+    ErrorCode, Health, OPENAPI, REFERENCE, REFERENCE_POLICY, SecretText, SweepReport, SweepRequest, route,
 };
 
 use super::{Call, Json, Problem, Query, Routes};
 use crate::session::Error;
-use crate::store::KeyRow;
+use crate::store::{Actor, EdgeNeeds, Event, KeyRow, Name};
 use crate::{EdgeHas, Pepod, Stop};
 
 pub(super) fn register(routes: &mut Routes) {
@@ -25,6 +25,7 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::drain, drain);
     routes.route(&route::down, down);
     routes.route(&route::edge_state, edge_state);
+    routes.route(&route::edge_decisions, edge_decisions);
     routes.route(&route::backup, backup);
     routes.route(&route::healthz, healthz);
     routes.route(&route::readyz, readyz);
@@ -127,10 +128,11 @@ async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeStat
         let _ = tokio::time::timeout(EDGE_WAIT, moves.wait_for(|now| *now != has)).await;
         let generation = *moves.borrow();
         if generation == has {
-            return Ok(axum::Json(EdgeState { generation, keys: None }).into_response());
+            let same = EdgeState { generation, keys: None, apps: vec![], token_key: None, void: vec![] };
+            return Ok(axum::Json(same).into_response());
         }
     }
-    let (generation, keys) = pepod.store().edge_state().await?;
+    let EdgeNeeds { generation, keys, apps, void } = pepod.store().edge_state().await?;
     let shown = |key: KeyRow| EdgeKey {
         id: key.id,
         app_id: key.app,
@@ -140,7 +142,44 @@ async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeStat
         expires_at: key.expires_at,
     };
     let keys = Some(keys.into_iter().map(shown).collect());
-    Ok(axum::Json(EdgeState { generation, keys }).into_response())
+    let apps = apps.into_iter().map(|app| EdgeApp {
+        id: app.id,
+        name: app.name,
+        sources: app.settings.ingress.sources,
+        requests_per_second: app.settings.quota.requests_per_second,
+    });
+    let token_key = Some(SecretText::new(crate::store::hex(pepod.token_key())));
+    Ok(axum::Json(EdgeState { generation, keys, apps: apps.collect(), token_key, void }).into_response())
+}
+
+/// Entries that the edge may bring at once; it gathers for a second.
+const DECISIONS: usize = 256;
+
+/// What the edge refused by itself comes into the one audit log. The edge bounds how much a stranger can make of that.
+async fn edge_decisions(State(pepod): State<Pepod>, Json(body): Json<EdgeDecisions>) -> Result<Response, Problem> {
+    if body.decisions.len() > DECISIONS {
+        return Err(Problem::invalid("decisions", format!("at most {DECISIONS}")));
+    }
+    for decision in body.decisions {
+        let EdgeDecision { at: _, route, code, app_id, actor, source, request_id, times } = decision;
+        // The row's name as the table has it: nobody's own text becomes a type in the log.
+        let row = pepo_api::ROUTES.iter().find(|row| row.name == route).map_or("-", |row| row.name);
+        let actor = match (actor.as_deref().and_then(Name::new), actor.and_then(|actor| actor.parse().ok())) {
+            (_, Some(key)) => Actor::Key(key),
+            (Some(name), None) => Actor::Named(name),
+            (None, None) => Actor::Edge,
+        };
+        let mut event = Event::new(row).of_audit().actor(actor).outcome(code.as_str()).request(request_id);
+        event = event.detail("by", "edge").detail("source", source);
+        if times > 1 {
+            event = event.detail("times", times);
+        }
+        if let Some(app) = app_id.filter(|app| pepod.apps().get(*app).is_some()) {
+            event = event.app(app);
+        }
+        pepod.store().record(event);
+    }
+    Ok(StatusCode::NO_CONTENT.into_response())
 }
 
 /// A backup as it is made. It breaks off where something fails, so what came whole is whole.

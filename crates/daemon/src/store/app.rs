@@ -79,6 +79,7 @@ pub(super) fn insert(transaction: &Transaction<'_>, ChangedApp { row, text, acto
             params![row.id.to_string(), row.name, to_json(&row.settings)?, row.version as i64, millis(row.created_at)],
         )
         .map_err(|error| taken(error, &row.name))?;
+    super::key::changed(transaction)?;
     put_file(transaction, row, text, *actor)
 }
 
@@ -92,6 +93,7 @@ pub(super) fn update(transaction: &Transaction<'_>, ChangedApp { row, text, acto
     if changed == 0 {
         return Err(Error::Stale);
     }
+    super::key::changed(transaction)?;
     put_file(transaction, row, text, *actor)
 }
 
@@ -131,6 +133,10 @@ pub(super) fn remove(transaction: &Transaction<'_>, app: AppId) -> Result<(), Er
         .execute("UPDATE keys SET revoked_at = ?2 WHERE app_id = ?1 AND revoked_at IS NULL", params![id, now])?;
     transaction.execute("DELETE FROM app_files WHERE app_id = ?1", [&id])?;
     super::key::changed(transaction)
+}
+
+pub(super) fn all(connection: &Connection) -> Result<Vec<AppRow>, rusqlite::Error> {
+    connection.prepare_cached("SELECT * FROM apps WHERE removed_at IS NULL ORDER BY id")?.query_map([], read)?.collect()
 }
 
 /// Forgets removed Apps that nothing points to any more.
@@ -178,12 +184,7 @@ impl Store {
     /// # Errors
     /// A disk that fails.
     pub fn apps(&self) -> Result<Vec<AppRow>, Error> {
-        self.read_now(|connection| {
-            connection
-                .prepare("SELECT * FROM apps WHERE removed_at IS NULL ORDER BY id")?
-                .query_map([], read)?
-                .collect()
-        })
+        self.read_now(all)
     }
 
     /// The text of a version of an App's file.

@@ -59,8 +59,41 @@ pub enum Actor {
     Uid(u32),
     /// A key's holder, through the edge.
     Key(KeyId),
+    /// Somebody else who came through the edge, as it names them: a token's holder, an identity provider's subject.
+    Named(Name),
     /// The edge, for itself.
     Edge,
+}
+
+/// A short name of printable characters that is copied as it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct Name {
+    bytes: [u8; Name::MOST],
+    length: u8,
+}
+
+impl Name {
+    /// The longest, bytes.
+    pub const MOST: usize = 120;
+
+    /// This text, if it can be one.
+    pub fn new(text: &str) -> Option<Self> {
+        let fits = (1..=Self::MOST).contains(&text.len()) && text.bytes().all(|byte| byte.is_ascii_graphic());
+        let mut bytes = [0; Self::MOST];
+        bytes.get_mut(..text.len()).filter(|_| fits)?.copy_from_slice(text.as_bytes());
+        Some(Name { bytes, length: u8::try_from(text.len()).ok()? })
+    }
+
+    /// The text.
+    pub fn as_str(&self) -> &str {
+        self.bytes.get(..self.length.into()).and_then(|bytes| std::str::from_utf8(bytes).ok()).unwrap_or_default()
+    }
+}
+
+impl fmt::Debug for Name {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
 }
 
 impl fmt::Display for Actor {
@@ -69,6 +102,7 @@ impl fmt::Display for Actor {
             Actor::Pepo => f.write_str("pepo"),
             Actor::Uid(uid) => write!(f, "uid:{uid}"),
             Actor::Key(key) => write!(f, "{key}"),
+            Actor::Named(name) => f.write_str(name.as_str()),
             Actor::Edge => f.write_str("edge"),
         }
     }
@@ -464,6 +498,16 @@ mod tests {
             .await
             .expect("in time")
             .expect("store");
+    }
+
+    #[test]
+    fn a_name_is_short_and_printable() {
+        assert_eq!(Name::new("idp:corp:me").expect("name").as_str(), "idp:corp:me");
+        assert_eq!(Actor::Named(Name::new("x").expect("name")).to_string(), "x");
+        assert!(Name::new(&"x".repeat(120)).is_some());
+        for text in ["", "a b", "a\n", "\u{1b}[2J", "\u{e9}", &"x".repeat(121)] {
+            assert!(Name::new(text).is_none(), "{text:?}");
+        }
     }
 
     #[tokio::test]

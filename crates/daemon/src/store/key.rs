@@ -159,6 +159,19 @@ pub(super) fn generation(connection: &rusqlite::Connection) -> Result<u64, rusql
         .map(|value| value as u64)
 }
 
+/// What the edge needs.
+#[derive(Debug)]
+pub struct EdgeNeeds {
+    /// The count of its changes.
+    pub generation: u64,
+    /// Every key that is valid.
+    pub keys: Vec<KeyRow>,
+    /// Every App.
+    pub apps: Vec<super::AppRow>,
+    /// Session tokens that are revoked.
+    pub void: Vec<pepo_api::EdgeVoid>,
+}
+
 const VALID: &str = "revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?2)";
 
 pub(super) fn insert(transaction: &Transaction<'_>, NewKey { row, replaces }: &NewKey) -> Result<(), Error> {
@@ -251,11 +264,11 @@ impl Store {
         self.edge.clone()
     }
 
-    /// Every key that is valid, and the count of changes of what the edge needs.
+    /// What the edge needs, all of one moment.
     ///
     /// # Errors
     /// A disk that fails.
-    pub async fn edge_state(&self) -> Result<(u64, Vec<KeyRow>), Error> {
+    pub async fn edge_state(&self) -> Result<EdgeNeeds, Error> {
         self.read(|connection| {
             let transaction = connection.unchecked_transaction()?;
             let generation = generation(&transaction)?;
@@ -263,7 +276,8 @@ impl Store {
                 .prepare_cached("SELECT * FROM keys WHERE revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?1) ORDER BY id")?
                 .query_map([millis(jiff::Timestamp::now())], read)?
                 .collect::<Result<_, _>>()?;
-            Ok((generation, keys))
+            let (apps, void) = (super::app::all(&transaction)?, super::token::voided(&transaction)?);
+            Ok(EdgeNeeds { generation, keys, apps, void })
         })
         .await
     }
@@ -313,12 +327,13 @@ mod tests {
         let path = directory.path().join("s.db");
         let store = Store::open(&path).expect("store");
         let (key, text) = NewKey::generate(spec(store.default_app().expect("app"))).expect("key");
-        let (before, none) = store.edge_state().await.expect("state");
-        assert!(none.is_empty() && !store.has_keys().await.expect("read"));
+        let before = store.edge_state().await.expect("state");
+        assert_eq!(before.apps.len(), 1);
+        assert!(before.keys.is_empty() && !store.has_keys().await.expect("read"));
         let row = key.row().clone();
         store.write(Write::NewKey(Box::new(key))).await.expect("written");
-        let (after, keys) = store.edge_state().await.expect("state");
-        assert!(after > before && *store.edge().borrow() == after);
+        let EdgeNeeds { generation, keys, .. } = store.edge_state().await.expect("state");
+        assert!(generation > before.generation && *store.edge().borrow() == generation);
         assert_eq!(keys, vec![row]);
         assert_eq!(keys[0].sha256, hex(&Sha256::digest(text.as_bytes())));
         assert!(text.len() == 5 + 64 && text.starts_with(&keys[0].prefix));
@@ -339,7 +354,7 @@ mod tests {
         let store = Store::open(&directory.path().join("s.db")).expect("store");
         let app = store.default_app().expect("app");
         let valid =
-            async || store.edge_state().await.expect("state").1.into_iter().map(|key| key.id).collect::<Vec<_>>();
+            async || store.edge_state().await.expect("state").keys.into_iter().map(|key| key.id).collect::<Vec<_>>();
         let (first, _) = NewKey::generate(spec(app)).expect("key");
         let first_id = first.row().id;
         store.write(Write::NewKey(Box::new(first))).await.expect("written");

@@ -18,6 +18,7 @@ mod once;
 mod quota;
 mod secret;
 mod session;
+mod token;
 mod traffic;
 mod usage;
 mod workspace;
@@ -31,12 +32,13 @@ use tokio::sync::{mpsc, oneshot, watch};
 
 pub use app::{AppRow, ChangedApp};
 pub use command::{CommandRow, CommandSpec, EndRow};
-pub use event::{Actor, Event, Keep, Looked, Towards, View, Wanted};
+pub use event::{Actor, Event, Keep, Looked, Name, Towards, View, Wanted};
 pub(crate) use key::hex;
-pub use key::{KeyRow, KeySpec, NewKey};
+pub use key::{EdgeNeeds, KeyRow, KeySpec, NewKey};
 pub use once::{OnceKey, OnceRow};
 pub use secret::ChangedSecrets;
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
+pub use token::LONGEST as TOKEN_LONGEST;
 pub use traffic::Counted;
 pub use usage::{GroupBy, Purpose, SLICE_MS, Sample};
 pub use workspace::{Budget, WorkspaceRow};
@@ -208,6 +210,8 @@ pub enum Write {
     OnceDone(OnceKey),
     /// Nothing came of it.
     OnceForget(OnceKey),
+    /// No token of that Session that was made until now counts any more.
+    VoidTokens(pepo_api::SessionId),
     /// Something about the instance, by name.
     Fact(&'static str, String),
     /// Something that happened, or a call that was answered.
@@ -288,7 +292,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION, token::MIGRATION];
 
 /// The schema that this release makes.
 #[allow(clippy::cast_possible_truncation, reason = "there are a few")]
@@ -606,6 +610,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::Once(row) => once::claim(transaction, row),
         Write::OnceDone(which) => once::done(transaction, which),
         Write::OnceForget(which) => once::forget(transaction, which),
+        Write::VoidTokens(session) => token::void(transaction, *session),
         Write::Fact(name, value) => {
             transaction
                 .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
