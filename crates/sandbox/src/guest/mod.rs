@@ -39,6 +39,9 @@ pub use stream::Connector;
 
 use stream::{Reader, Writer, halves};
 
+/// How long one call may take. The stream device loses a call now and then, without a word; the next one is taken.
+const CALL: Duration = Duration::from_secs(4);
+
 /// Of the streams kept for urgent operations, those that attachments may use; the others are for what ends by itself.
 const ATTACH_STREAMS: usize = URGENT_STREAMS / 2;
 
@@ -280,7 +283,14 @@ impl Guest {
 
     async fn connect(&self) -> Result<tokio::net::UnixStream, Error> {
         let after = self.0.deadlines.connect;
-        let connected = tokio::time::timeout(after, self.0.connector.connect()).await;
+        let calling = async {
+            loop {
+                if let Ok(connected) = tokio::time::timeout(CALL, self.0.connector.connect()).await {
+                    break connected;
+                }
+            }
+        };
+        let connected = tokio::time::timeout(after, calling).await;
         connected.map_err(|_| Error::Timeout { what: "give a stream", after })?.map_err(Error::Unreachable)
     }
 

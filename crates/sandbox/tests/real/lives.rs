@@ -39,7 +39,16 @@ pub fn state_directory(state: &Path) {
 
 /// One life. Returns the exit code of the side without rights.
 pub fn live(name: &str, state: &Path, args: &[&str]) -> ExitCode {
-    let instance = Instance::acquire(state, &state.join("jail")).expect("the instance");
+    // The life before this one may just be ending: it holds the instance until its last process has gone.
+    let wait = std::time::Instant::now() + Duration::from_secs(10);
+    let instance = loop {
+        match Instance::acquire(state, &state.join("jail")) {
+            Err(pepo_sandbox::registry::Error::Running { .. }) if std::time::Instant::now() < wait => {
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            acquired => break acquired.expect("the instance"),
+        }
+    };
     match split().expect("split") {
         Split::Host { socket, daemon } => {
             let config = HostConfig {

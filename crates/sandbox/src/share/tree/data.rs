@@ -29,16 +29,21 @@ pub(in crate::share) fn changed() -> Option<u64> {
     CHANGED.take()
 }
 
-/// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
-/// kernel says when; here the right is there for whoever may. Whether there were any.
-pub(super) fn drop_set_ids(file: &File) -> io::Result<bool> {
+/// A file's mode and its set-id bits.
+fn set_ids(file: &File) -> io::Result<(u32, u32)> {
     let bits = u32::from(look(file)?.stx_mode);
     let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
-    let had = bits & (libc::S_ISUID | group) != 0;
-    if had {
-        rustix::fs::fchmod(file, mode(bits & !(libc::S_ISUID | group)))?;
+    Ok((bits, bits & (libc::S_ISUID | group)))
+}
+
+/// Takes a file's set-id bits away, as a disk does when somebody without the right to keep them changes it. The guest's
+/// kernel says when. Whether there were any.
+pub(super) fn drop_set_ids(file: &File) -> io::Result<bool> {
+    let (bits, set) = set_ids(file)?;
+    if set != 0 {
+        rustix::fs::fchmod(file, mode(bits & !set))?;
     }
-    Ok(had)
+    Ok(set != 0)
 }
 
 /// How a guest may open a file here. Direct transfers are between the guest and us, and nothing is made by an open.
@@ -143,7 +148,10 @@ impl Tree {
             let add = if append { OFlags::APPEND } else { OFlags::empty() };
             rustix::fs::fcntl_setfl(&handle.file, now | add)?;
         }
-        if fuse_flags & WRITE_KILL_PRIV != 0 && drop_set_ids(&handle.file)? {
+        // This process has no right that the host's kernel knows: it takes the bits away whoever writes in the guest.
+        let (bits, set) = set_ids(&handle.file)?;
+        let kept = fuse_flags & WRITE_KILL_PRIV == 0 && set != 0;
+        if set != 0 && !kept && drop_set_ids(&handle.file)? {
             CHANGED.set(Some(node));
         }
         let mut file = handle.file.try_clone()?;
@@ -157,6 +165,9 @@ impl Tree {
                 Err(_) if done > 0 => break,
                 Err(error) => return Err(error),
             }
+        }
+        if kept {
+            rustix::fs::fchmod(&file, mode(bits))?;
         }
         Ok(done)
     }
