@@ -10,6 +10,9 @@ use utoipa::{IntoParams, ToSchema};
 use crate::query::*;
 use crate::*;
 
+/// Makes a type's name and its schema.
+type Named = Box<dyn Fn() -> (String, RefOr<Schema>)>;
+
 /// A type of the API as a schema.
 pub(super) struct Model {
     /// Its name among the schemas.
@@ -17,7 +20,7 @@ pub(super) struct Model {
     /// How others refer to it.
     pub reference: Box<dyn Fn() -> RefOr<Schema>>,
     /// Itself, where it is kept under its name.
-    pub itself: Option<Box<dyn Fn() -> (String, RefOr<Schema>)>>,
+    pub itself: Option<Named>,
     /// Every schema that it refers to.
     pub below: fn(&mut Vec<(String, RefOr<Schema>)>),
 }
