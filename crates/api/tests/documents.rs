@@ -2,22 +2,12 @@
 
 #![allow(clippy::expect_used, reason = "a test fails by panicking")]
 
+mod made;
+
 use std::fmt::Write;
-use std::path::Path;
 
+use made::same_as;
 use pepo_api::{Audience, ErrorCode, ROUTES};
-
-fn same_as(name: &str, text: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
-    if std::env::var_os("PEPO_BLESS").is_some() {
-        std::fs::write(&path, text).expect("write");
-    }
-    let written = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        written == text,
-        "docs/{name} is not what the table says: run PEPO_BLESS=1 cargo test -p pepo-api --test documents"
-    );
-}
 
 #[test]
 fn errors() {

@@ -2,24 +2,14 @@
 
 #![allow(clippy::expect_used, reason = "a test fails by panicking")]
 
-use std::collections::BTreeSet;
-use std::path::Path;
+mod made;
 
+use std::collections::BTreeSet;
+
+use made::same_as;
 use pepo_api::openapi::{document, page};
 use pepo_api::{Audience, ErrorCode, ROUTES};
 use serde_json::Value;
-
-fn same_as(name: &str, text: &str) {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
-    if std::env::var_os("PEPO_BLESS").is_some() {
-        std::fs::write(&path, text).expect("write");
-    }
-    let written = std::fs::read_to_string(&path).unwrap_or_default();
-    assert!(
-        written == text,
-        "docs/{name} is not what the types say: run PEPO_BLESS=1 cargo test -p pepo-api --features openapi --test openapi"
-    );
-}
 
 #[test]
 fn the_document_is_what_the_types_say() {
