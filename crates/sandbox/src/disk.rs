@@ -125,23 +125,24 @@ fn template(jails: &Path, mkfs: &Path, mib: u32) -> Result<File, Error> {
     }
     made?;
     let template = File::open(&path).map_err(at("open", &path))?;
-    forget_oldest(&directory).map_err(at("tidy", &directory))?;
+    forget_oldest(&directory, TEMPLATES).map_err(at("tidy", &directory))?;
     Ok(template)
 }
 
-/// Sizes are the callers' to choose: only so many templates are kept, the longest unused going first.
-fn forget_oldest(directory: &Path) -> io::Result<()> {
+/// Sizes are the callers' to choose: only so many templates are kept, the longest unused going first. One that is being made
+/// is called `….new`.
+pub(crate) fn forget_oldest(directory: &Path, kept: usize) -> io::Result<()> {
     let mut templates = Vec::new();
     for entry in fs::read_dir(directory)? {
         let path = entry?.path();
-        if path.extension().is_some_and(|extension| extension == "ext4")
+        if path.extension().is_none_or(|extension| extension != "new")
             && let Ok(meta) = fs::metadata(&path)
         {
             templates.push((meta.accessed().or_else(|_| meta.modified())?, path));
         }
     }
     templates.sort_unstable();
-    let over = templates.len().saturating_sub(TEMPLATES);
+    let over = templates.len().saturating_sub(kept);
     for (_, path) in &templates[..over] {
         match fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),

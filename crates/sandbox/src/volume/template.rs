@@ -45,7 +45,7 @@ impl Volumes {
             let _ = fs::remove_file(&new);
         }
         let made = made?;
-        forget_oldest(&directory).map_err(at(format!("tidy {}", directory.display())))?;
+        disk::forget_oldest(&directory, TEMPLATES).map_err(at(format!("tidy {}", directory.display())))?;
         Ok(made)
     }
 
@@ -137,26 +137,6 @@ fn copies(groups: u64) -> u64 {
 
 fn journal_mib(mib: u64) -> u64 {
     (mib / 32).clamp(4, 64)
-}
-
-/// The templates used last stay.
-fn forget_oldest(directory: &Path) -> io::Result<()> {
-    let mut templates = Vec::new();
-    for entry in fs::read_dir(directory)? {
-        let path = entry?.path();
-        if let Ok(meta) = fs::metadata(&path) {
-            templates.push((meta.accessed().or_else(|_| meta.modified())?, path));
-        }
-    }
-    templates.sort_unstable();
-    let over = templates.len().saturating_sub(TEMPLATES);
-    for (_, path) in &templates[..over] {
-        match fs::remove_file(path) {
-            Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
-            _ => {}
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
