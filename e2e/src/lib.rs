@@ -18,4 +18,4 @@ pub mod world;
 
 pub use host::{SANDBOX_UIDS, Snapshot, pids_named};
 pub use instance::{Instance, Options, bare, bin, images};
-pub use program::{Program, Ran, Started, until};
+pub use program::{Program, Ran, Started, until, until_still};

@@ -26,6 +26,18 @@ pub fn until<T>(what: &str, limit: Duration, mut look: impl FnMut() -> Option<T>
     }
 }
 
+/// Waits until a count has stood still for half a second; fails at the limit, saying what was waited for.
+pub fn until_still(what: &str, limit: Duration, count: impl Fn() -> u64) {
+    let mut last = count();
+    until(what, limit, || {
+        std::thread::sleep(Duration::from_millis(500));
+        let now = count();
+        let still = now == last;
+        last = now;
+        still.then_some(())
+    });
+}
+
 /// A program to be run.
 pub struct Program {
     path: PathBuf,

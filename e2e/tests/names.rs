@@ -10,7 +10,7 @@ use std::time::Duration;
 use pepo_api::client::Client;
 use pepo_api::{CreateCommand, CreateSession, NetworkSpec, Session, Text, UpdateSession};
 use pepo_e2e::names::Has;
-use pepo_e2e::until;
+use pepo_e2e::{until, until_still};
 use pepo_e2e::world::{CLOSED, OTHER, SERVER, World};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -186,14 +186,7 @@ E"#;
     until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
     let other = update(r#"{"mode": "allow", "allow": [{"domain": "b.example.com"}]}"#);
     client.session_update(&id, &other).await.expect("update");
-    let mut last = streamed();
-    until("the download stops", MINUTE, || {
-        std::thread::sleep(Duration::from_millis(500));
-        let now = streamed();
-        let stopped = now == last;
-        last = now;
-        stopped.then_some(())
-    });
+    until_still("the download stops", MINUTE, &streamed);
     assert_eq!(run(&client, &session, "getent hosts a.example.com || echo none").await, "none\n");
     drop(daemon);
     tokio::task::spawn_blocking(move || instance.end()).await.expect("the end");

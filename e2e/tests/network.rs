@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use pepo_api::client::Client;
 use pepo_api::{CreateCommand, CreateSession, NetworkSpec, OnDisconnect, Session, Text, UpdateSession};
 use pepo_e2e::world::{CLOSED, HOST, OTHER, SERVER, World};
-use pepo_e2e::{Instance, until};
+use pepo_e2e::{Instance, until, until_still};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -179,14 +179,7 @@ async fn a_change_cuts_what_it_forbids_and_death_of_the_daemon_changes_nothing()
     patch(&client, &session, one).await;
     println!("network.policy_change_live {:?}", begun.elapsed());
     // What the server's own buffers still take is a little; then nothing more.
-    let mut last = streamed();
-    until("the download stops", MINUTE, || {
-        std::thread::sleep(Duration::from_millis(500));
-        let now = streamed();
-        let stopped = now == last;
-        last = now;
-        stopped.then_some(())
-    });
+    until_still("the download stops", MINUTE, &streamed);
     assert_eq!(
         reached(&client, &session, &[SERVER, OTHER], 80).await,
         ["refused".to_owned(), format!("reached {OTHER}")]
@@ -244,14 +237,7 @@ async fn an_app_narrows_what_its_sessions_reach_at_once_and_counts_add_up() {
     let streamed = || world.server(web).streamed.load(Ordering::Relaxed);
     until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
     app(r#"{"mode": "allow", "allow": [{"cidr": "9.0.0.0/8", "ports": [80]}]}"#).await;
-    let mut last = streamed();
-    until("the download stops", MINUTE, || {
-        std::thread::sleep(Duration::from_millis(500));
-        let now = streamed();
-        let stopped = now == last;
-        last = now;
-        stopped.then_some(())
-    });
+    until_still("the download stops", MINUTE, &streamed);
     let narrowed = ["refused".to_owned(), format!("reached {OTHER}"), "refused".to_owned()];
     assert_eq!(reached(&client, &session, &all, 80).await, narrowed);
     let shown = client.session_show(&id, &Default::default()).await.expect("show");
