@@ -109,7 +109,8 @@ pub async fn serve(
             continue;
         };
         let (place, tls) = (Arc::new((place, one)), tls.clone());
-        tokio::spawn(connection(stream, source, edge.clone(), tls, bounds, place, ending.subscribe()));
+        let visit = Visit { from: source, edge: edge.clone(), bounds, place, ending: ending.subscribe() };
+        tokio::spawn(connection(stream, tls, visit));
     }
     drop(listener);
     drop(ending);
@@ -141,41 +142,36 @@ fn full(stream: TcpStream, silent: bool) {
     }
 }
 
-async fn connection(
-    stream: TcpStream,
+/// What there is to know of a connection beside its bytes.
+struct Visit {
     from: IpAddr,
     edge: Arc<Edge>,
-    tls: Option<Arc<Tls>>,
     bounds: Bounds,
     place: Place,
     ending: watch::Receiver<()>,
-) {
+}
+
+async fn connection(stream: TcpStream, tls: Option<Arc<Tls>>, visit: Visit) {
     let _ = stream.set_nodelay(true);
     let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
     let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60));
-    let stream = Stalling::new(stream, bounds.write_stall);
+    let stream = Stalling::new(stream, visit.bounds.write_stall);
     let Some(tls) = tls else {
-        return Box::pin(first(stream, from, edge, bounds, place, ending)).await;
+        return Box::pin(first(stream, visit)).await;
     };
-    match tokio::time::timeout(bounds.head_within, tls.acceptor().accept(stream)).await {
+    match tokio::time::timeout(visit.bounds.head_within, tls.acceptor().accept(stream)).await {
         Ok(Ok(stream)) if stream.get_ref().1.alpn_protocol() == Some(b"h2") => {
-            Box::pin(second(stream, from, edge, bounds, place, ending)).await;
+            Box::pin(second(stream, visit)).await;
         }
-        Ok(Ok(stream)) => Box::pin(first(stream, from, edge, bounds, place, ending)).await,
+        Ok(Ok(stream)) => Box::pin(first(stream, visit)).await,
         Ok(Err(error)) => tracing::debug!(%error, "no TLS came about"),
         Err(_) => tracing::debug!("TLS took too long"),
     }
 }
 
 /// HTTP/1.1.
-async fn first(
-    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    from: IpAddr,
-    edge: Arc<Edge>,
-    bounds: Bounds,
-    place: Place,
-    mut ending: watch::Receiver<()>,
-) {
+async fn first(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, visit: Visit) {
+    let Visit { from, edge, bounds, place, mut ending } = visit;
     let service = service_fn(move |request| {
         let (edge, place) = (edge.clone(), place.clone());
         async move { edge.answer(request, from, place).await }
@@ -211,14 +207,8 @@ const RESET: usize = 20;
 const WINDOW: u32 = 256 * 1024;
 
 /// HTTP/2. A connection on which nothing is asked ends after as long as a head may take, four times.
-async fn second(
-    stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static,
-    from: IpAddr,
-    edge: Arc<Edge>,
-    bounds: Bounds,
-    place: Place,
-    mut ending: watch::Receiver<()>,
-) {
+async fn second(stream: impl AsyncRead + AsyncWrite + Send + Unpin + 'static, visit: Visit) {
+    let Visit { from, edge, bounds, place, mut ending } = visit;
     // Of what is running here each holds one; whoever asks counts it up.
     let running = Arc::new(AtomicU64::new(0));
     let served = running.clone();
