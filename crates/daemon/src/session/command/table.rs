@@ -208,17 +208,7 @@ impl Commands {
         let end =
             CommandEnd { reason, exit_code, signal: None, signal_number: None, cwd: None, at: jiff::Timestamp::now() };
         let row = EndRow { session: command.session, id: command.id, end, stdout_bytes: 0, stderr_bytes: 0 };
-        let message = told.to_string();
-        let first = command.status.send_if_modified(|status| {
-            let first = matches!(status, Status::Starting | Status::Running);
-            if first {
-                *status = Status::NotStarted { code, message };
-            }
-            first
-        });
-        if first {
-            self.over(command, row);
-        }
+        self.over(command, Status::NotStarted { code, message: told.to_string() }, row);
         told
     }
 
@@ -252,19 +242,21 @@ impl Commands {
 
     fn end(&self, command: &Arc<Command>, end: CommandEnd, [stdout_bytes, stderr_bytes]: [u64; 2]) {
         let row = EndRow { session: command.session, id: command.id, end, stdout_bytes, stderr_bytes };
+        self.over(command, Status::Ended(Box::new(row.clone())), row);
+    }
+
+    /// The first end stands, and is told once.
+    fn over(&self, command: &Arc<Command>, how: Status, row: EndRow) {
         let first = command.status.send_if_modified(|status| {
             let first = matches!(status, Status::Starting | Status::Running);
             if first {
-                *status = Status::Ended(Box::new(row.clone()));
+                *status = how;
             }
             first
         });
-        if first {
-            self.over(command, row);
+        if !first {
+            return;
         }
-    }
-
-    fn over(&self, command: &Arc<Command>, row: EndRow) {
         let event = Event::new("command.ended").session(command.session).command(command.id).reason(row.end.reason);
         self.store.record(event.detail("exit_code", row.end.exit_code).detail("signal", &row.end.signal));
         METRICS.command_ended(row.end.reason);
