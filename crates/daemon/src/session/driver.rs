@@ -21,7 +21,7 @@ use std::time::Duration;
 
 use jiff::Timestamp;
 use pepo_api::Reason;
-use pepo_sandbox::Active;
+use pepo_sandbox::{Active, chain};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::AbortOnDropHandle;
@@ -255,7 +255,7 @@ impl Driver {
                 let (tenure, room) = match found {
                     Ok(found) => found,
                     Err(error) => {
-                        let told = Cause::told(Reason::SetupFailed, pepo_sandbox::chain(&error));
+                        let told = Cause::told(Reason::SetupFailed, chain(&error));
                         self.refuse(asked, error);
                         return (self.session.now().state == State::Requested).then_some(Event::Failed(told));
                     }
@@ -360,7 +360,7 @@ impl Driver {
 
     /// There is no room: everybody who asked is told why.
     fn refuse(&self, asked: Vec<oneshot::Sender<Result<u64, Error>>>, error: Error) {
-        tracing::info!(session = %self.session.id(), %error, "gets no Sandbox now");
+        tracing::info!(session = %self.session.id(), error = chain(&error), "gets no Sandbox now");
         let mut asked = asked.into_iter();
         let first = asked.next();
         for other in asked {
@@ -369,7 +369,7 @@ impl Driver {
                 Error::Draining => Error::Draining,
                 Error::Host(pepo_sandbox::host::Error::Lost) => Error::Host(pepo_sandbox::host::Error::Lost),
                 Error::NoImage { name, hint } => Error::NoImage { name: name.clone(), hint: hint.clone() },
-                fault => Error::NoSandbox(pepo_sandbox::chain(fault)),
+                fault => Error::NoSandbox(chain(fault)),
             };
             drop(other.send(Err(told)));
         }

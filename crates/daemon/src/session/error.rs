@@ -48,7 +48,7 @@ pub enum Error {
         hint: String,
     },
     /// The host has no room.
-    #[error("no room for another Sandbox: {0}")]
+    #[error("no room for another Sandbox")]
     Full(#[from] Full),
     /// An idle Session gets no Sandbox, by a fault of ours.
     #[error("no Sandbox could be made: {0}")]
