@@ -14,7 +14,7 @@ use pepo_api::{
 use pepo_sandbox::plan;
 
 use super::once::{self, Asked};
-use super::settings::{check_labels, check_name};
+use super::settings::{check_image, check_labels, check_name};
 use super::{Call, Caller, Json, Problem, Query, Routes};
 use crate::Pepod;
 use crate::apps::{self, FILE_BYTES, Wanted};
@@ -285,11 +285,7 @@ fn check_numbers(settings: &mut AppSettings) -> Result<(), Problem> {
     }
     check_labels(labels)?;
     let AppDefaults { image, cpus, memory_mib, disk_mib, keep_alive_seconds, expires_seconds } = defaults;
-    if let Some(image) = image
-        && (image.is_empty() || image.len() > 128 || image.chars().any(char::is_control))
-    {
-        return Err(Problem::invalid("defaults.image", "an Image's name or id, at most 128 bytes"));
-    }
+    check_image("defaults.image", image.as_deref())?;
     let AppLimits { cpus: most_cpus, memory_mib: most_memory, disk_mib: most_disk, keep_alive_seconds: most_keep } =
         limits;
     for (name, value, most, range) in [

@@ -49,6 +49,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
     if let Some(name) = &name {
         check_name(name)?;
     }
+    check_image("image", image.as_deref())?;
     check_labels(&labels)?;
     check_env("env", &env)?;
     let secrets = secrets.unwrap_or_default();
@@ -369,6 +370,15 @@ pub(super) fn check_name(name: &str) -> Result<(), Problem> {
         return Ok(());
     }
     Err(Problem::invalid("name", format!("the name of a Session: {SLUG}; not like an id, and not `by-key`")))
+}
+
+/// What can be the name or id of an Image.
+pub(super) fn check_image(param: &str, image: Option<&str>) -> Result<(), Problem> {
+    let wrong = |image: &str| image.is_empty() || image.len() > 128 || image.chars().any(char::is_control);
+    match image.is_some_and(wrong) {
+        true => Err(Problem::invalid(param, "an Image's name or id has 1 to 128 bytes and no control characters")),
+        false => Ok(()),
+    }
 }
 
 pub(super) fn check_labels(labels: &BTreeMap<String, String>) -> Result<(), Problem> {
