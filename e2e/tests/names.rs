@@ -10,8 +10,8 @@ use std::time::Duration;
 use pepo_api::client::Client;
 use pepo_api::{CreateCommand, CreateSession, NetworkSpec, Session, Text, UpdateSession};
 use pepo_e2e::names::Has;
-use pepo_e2e::{until, until_still};
 use pepo_e2e::world::{CLOSED, OTHER, SERVER, World};
+use pepo_e2e::{until, until_still};
 use rustix::process::{Pid, Signal, kill_process};
 
 const MINUTE: Duration = Duration::from_secs(60);

@@ -307,6 +307,38 @@ async fn cp_carries_trees_both_ways() {
 }
 
 #[tokio::test]
+async fn a_port_leads_into_a_session_and_ends_with_its_verb() {
+    use std::io::{Read, Write};
+    let up = Up::new().await;
+    let server = CreateCommand {
+        command: Some("mkdir w; cd w; echo inside > f; exec python3 -m http.server --bind 127.0.0.1 8000".into()),
+        wait_seconds: Some(0),
+        ..Default::default()
+    };
+    up.client.command_create(&up.session, &server).await.expect("command");
+    up.sh("until curl -s 127.0.0.1:8000/f; do sleep 0.1; done").await;
+    let forward = up.instance.pepo(["port-forward", &up.session, "0:8000"]).start();
+    forward.says(&format!(" -> {}:8000", up.session), Duration::from_secs(30));
+    let said = forward.so_far();
+    let here = said.split(" -> ").next().expect("an address").to_owned();
+    for _ in 0..3 {
+        let mut stream = std::net::TcpStream::connect(&here).expect("connect");
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("timeout");
+        stream.write_all(b"GET /f HTTP/1.0\r\n\r\n").expect("ask");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("read");
+        assert!(answer.ends_with("inside\n"), "{answer}");
+    }
+    forward.signal(rustix::process::Signal::INT);
+    let ran = forward.wait();
+    assert_eq!(ran.code(), Some(130), "{ran}");
+    assert!(std::net::TcpStream::connect(&here).is_err(), "it still listens");
+    let nobody = up.instance.pepo(["port-forward", "nobody", "8000"]).run();
+    assert!(nobody.code() == Some(125) || nobody.code() == Some(1), "{nobody}");
+    up.end().await;
+}
+
+#[tokio::test]
 async fn a_terminated_session_says_so() {
     let up = Up::new().await;
     let other = up.client.session_create(&bare()).await.expect("session").id.to_string();

@@ -13,6 +13,7 @@ mod drain;
 mod events;
 mod exec;
 mod flags;
+mod forward;
 mod image;
 mod key;
 mod kill;
@@ -77,6 +78,8 @@ enum Verb {
     Logs(logs::Logs),
     /// Copy files between here and a Session
     Cp(cp::Cp),
+    /// Make a port of a Session one of this machine's
+    PortForward(forward::Forward),
     /// Make, look at, change and remove Workspaces
     #[command(subcommand, visible_alias = "workspaces")]
     Workspace(workspace::Workspace),
@@ -148,6 +151,7 @@ impl Cli {
             Verb::Shell(verb) => verb.run(place()?).await,
             Verb::Logs(verb) => verb.run(place()?).await,
             Verb::Cp(verb) => verb.run(place()?).await,
+            Verb::PortForward(verb) => verb.run(place()?).await,
             Verb::Workspace(verb) => verb.run(place()?).await,
             Verb::Image(verb) => verb.run(place()?).await,
             Verb::App(verb) => verb.run(place()?).await,
