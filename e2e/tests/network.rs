@@ -127,6 +127,12 @@ cat /proc/sys/net/ipv6/conf/eth0/disable_ipv6"#;
         text.contains("entry 1: 169.254.169.254/32 is on the floor (link-local and cloud metadata, 169.254.0.0/16)"),
         "{text}"
     );
+
+    // What `make run` shows first: its attacks fail with a network too.
+    let example = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/agent");
+    let program = instance.pepo(["run", "--copy", example, "--", "python3", "agent.py"]).within(3 * MINUTE);
+    let ran = tokio::task::spawn_blocking(move || program.run()).await.expect("the example");
+    assert!(ran.out().contains("13 of 13 as they should be") && ran.code() == Some(0), "{ran}");
     end(instance).await;
 }
 

@@ -8,7 +8,6 @@ was given, as root where that helps. The exit code is 0 when all of the work was
 """
 
 import base64
-import errno
 import hashlib
 import importlib
 import os
@@ -189,20 +188,20 @@ def _():
     raise Held(said.splitlines()[0].removeprefix("dd: "))
 
 
-@step("reach the network")
+@step("reach what is private")
 def _():
-    links = sorted(os.listdir("/sys/class/net"))
-    if links != ["lo"]:
-        raise RuntimeError(f"interfaces: {links}")
-    for address in ("1.1.1.1", "169.254.169.254", "10.0.2.2", "192.168.0.1"):
+    if os.listdir("/sys/class/net") == ["lo"]:
+        raise Held("no interface but lo")
+    # Where clouds tell machines their secrets, and what a host, a container or a home network is called.
+    places = ("169.254.169.254", "10.0.2.2", "172.17.0.1", "192.168.0.1", "100.100.100.200")
+    for address in places:
         try:
             socket.create_connection((address, 80), timeout=2).close()
         except OSError as error:
-            if error.errno != errno.ENETUNREACH:
-                raise RuntimeError(f"{address}: {error}") from error
+            why = error.strerror or "no answer"
         else:
             raise RuntimeError(f"{address} answered")
-    raise Held("no interface but lo: network is unreachable")
+    raise Held(f"{len(places)} addresses, metadata among them: {why}")
 
 
 @step("call the host over vsock")
