@@ -7,6 +7,7 @@
 #![allow(clippy::panic, clippy::expect_used, clippy::unwrap_used, reason = "a test harness fails by panicking")]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "times and leftovers are for whoever reads the run")]
 
+pub mod durable;
 mod host;
 mod instance;
 pub mod names;

@@ -106,6 +106,13 @@ impl Program {
         self
     }
 
+    /// With at most so many descriptors, which it cannot raise.
+    pub fn descriptors(mut self, most: u64) -> Self {
+        let path = std::mem::replace(&mut self.path, "/usr/bin/prlimit".into());
+        self.args.splice(0..0, [format!("--nofile={most}:{most}").into(), path.into()]);
+        self
+    }
+
     /// Starts it, in a process group of its own.
     pub fn start(self) -> Started {
         let mut command = Command::new(&self.path);

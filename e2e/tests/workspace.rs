@@ -6,105 +6,29 @@
 use std::fs;
 use std::time::{Duration, Instant};
 
-use pepo_api::client::{Client, body_from};
-use pepo_api::query::{RemoveWorkspace, ShowSession, WriteFile};
+use pepo_api::client::body_from;
+use pepo_api::query::{AtPath, RemoveWorkspace, WriteFile};
 use pepo_api::{
-    CreateCommand, CreateSession, CreateWorkspace, ErrorCode, IfBusy, Reason, Session, SessionState, Text, Workspace,
-    WorkspaceChoice, WorkspaceMode,
+    CreateCommand, CreateSession, CreateWorkspace, ErrorCode, IfBusy, Reason, WorkspaceChoice, WorkspaceMode,
 };
-use pepo_e2e::{Instance, Started, until};
-use rustix::process::{Pid, Signal, kill_process};
-
-/// Software emulation on a busy machine: a start takes seconds, and each file a few milliseconds.
-const LIMIT: Duration = Duration::from_secs(120);
-
-struct Up {
-    instance: Instance,
-    daemon: Started,
-    client: Client,
-}
-
-impl Up {
-    fn new() -> Self {
-        let instance = Instance::new();
-        let daemon = instance.up();
-        let client = instance.client();
-        Up { instance, daemon, client }
-    }
-
-    async fn workspace(&self, body: CreateWorkspace) -> Workspace {
-        self.client.workspace_create(&body).await.expect("a Workspace")
-    }
-
-    async fn session(&self, workspace: WorkspaceChoice) -> Session {
-        let body = CreateSession { workspace: Some(Some(workspace)), ..CreateSession::default() };
-        self.client.session_create(&body).await.expect("a Session")
-    }
-
-    /// A Session that has it, and runs.
-    async fn with(&self, workspace: &Workspace) -> String {
-        let choice = WorkspaceChoice { id: Some(workspace.id), ..WorkspaceChoice::default() };
-        self.session(choice).await.id.to_string()
-    }
-
-    async fn sh(&self, session: &str, line: &str) -> (i32, String) {
-        let command = CreateCommand { command: Some(line.into()), wait_seconds: Some(300), ..CreateCommand::default() };
-        let output = self.client.command_create(session, &command).await.expect("a command");
-        let end = output.command.end.unwrap_or_else(|| panic!("`{line}` goes on"));
-        let text = |text: &Text| match text {
-            Text::Utf8(text) => text.clone(),
-            Text::Binary { base64 } => base64.clone(),
-        };
-        (end.exit_code.unwrap_or(-1), text(&output.stdout) + &text(&output.stderr))
-    }
-
-    async fn ok(&self, session: &str, line: &str) -> String {
-        let (code, said) = self.sh(session, line).await;
-        assert_eq!(code, 0, "`{line}`: {said}");
-        said
-    }
-
-    async fn put(&self, session: &str, name: &str, text: &str) {
-        let query = WriteFile { path: format!("/tmp/{name}"), ..WriteFile::default() };
-        self.client.file_write(session, &query, body_from(text.as_bytes().to_vec())).await.expect("a file");
-    }
-
-    /// How its Sandbox ended. A Session with a Workspace goes on without one.
-    async fn ended(&self, session: &str) -> pepo_api::Ended {
-        let began = Instant::now();
-        loop {
-            let shown = self.client.session_show(session, &ShowSession::default()).await.expect("the record");
-            match shown.state {
-                SessionState::Terminated => return shown.ended.expect("an end"),
-                SessionState::Idle => return shown.last_end.expect("how its Sandbox ended"),
-                _ => {}
-            }
-            assert!(began.elapsed() < LIMIT, "{shown:?}");
-            tokio::time::sleep(Duration::from_millis(50)).await;
-        }
-    }
-
-    async fn end(self) {
-        self.instance.pepo(["down"]).ok();
-        let ran = self.daemon.wait();
-        assert_eq!(ran.code(), Some(0), "{ran}");
-        self.instance.end();
-    }
-}
-
-fn kill(pid: i32) {
-    kill_process(Pid::from_raw(pid).expect("a pid"), Signal::KILL).expect("kill");
-}
+use pepo_e2e::durable::{self, LIMIT, Up, kill};
+use pepo_e2e::until;
 
 #[tokio::test]
 async fn files_mean_what_they_do_on_a_disk() {
-    let up = Up::new();
+    let up = Up::start();
     let workspace = up.workspace(CreateWorkspace { name: Some("code".into()), ..Default::default() }).await;
     let one = up.with(&workspace).await;
     assert_eq!(up.ok(&one, "pwd; stat -c %U .; ls -A").await, "/workspace\nagent\n");
     up.put(&one, "semantics.py", include_str!("guest/semantics.py")).await;
     let began = Instant::now();
     let (code, said) = up.sh(&one, "mkdir s; cd s; python3 /tmp/semantics.py").await;
+    println!("{said}in {:?}", began.elapsed());
+    assert_eq!(code, 0, "{said}");
+    up.put(&one, "posix.py", include_str!("guest/posix.py")).await;
+    let began = Instant::now();
+    let line = "mkdir /tmp/disk p; chmod 777 /tmp/disk p; sudo python3 /tmp/posix.py /tmp/disk $PWD/p && sudo rm -rf p";
+    let (code, said) = up.sh(&one, line).await;
     println!("{said}in {:?}", began.elapsed());
     assert_eq!(code, 0, "{said}");
     // What this one leaves is there for the next one, and for nobody to change who may only read.
@@ -131,7 +55,7 @@ async fn files_mean_what_they_do_on_a_disk() {
 
 #[tokio::test]
 async fn the_server_is_nobody_on_the_host_and_sees_nothing_of_it() {
-    let up = Up::new();
+    let up = Up::start();
     let workspace = up.workspace(CreateWorkspace::default()).await;
     let session = up.with(&workspace).await;
     up.ok(&session, "echo in the tree > file").await;
@@ -173,7 +97,7 @@ async fn the_server_is_nobody_on_the_host_and_sees_nothing_of_it() {
 
 #[tokio::test]
 async fn sessions_share_one_and_exclude_each_other() {
-    let up = Up::new();
+    let up = Up::start();
     let workspace = up.workspace(CreateWorkspace::default()).await;
     let (one, two) = tokio::join!(up.with(&workspace), up.with(&workspace));
     up.ok(&one, "touch lock; (flock 9; echo had > held; sleep 600) 9< lock >/dev/null 2>&1 & until [ -e held ]; do sleep 0.1; done")
@@ -225,82 +149,19 @@ print(won)
     up.end().await;
 }
 
-/// Writes numbered records to a file, telling each one that was acknowledged, until it is ended.
-const WRITER: &str = "import os, sys, zlib\n\
-    f = os.open('log', os.O_CREAT | os.O_WRONLY | os.O_APPEND)\n\
-    n = os.fstat(f).st_size // 4096\n\
-    while True:\n\
-    \x20   body = (b'%08d' % n) * 511\n\
-    \x20   os.write(f, body + b'%08x' % zlib.crc32(body))\n\
-    \x20   n += 1\n\
-    \x20   if n % 16 == 0: print(n, flush=True)\n";
-
-/// How many whole records there are; fails where one is damaged.
-const READER: &str = "import os, zlib\n\
-    n = 0\n\
-    with open('log', 'rb') as f:\n\
-    \x20   while True:\n\
-    \x20       r = f.read(4096)\n\
-    \x20       if len(r) < 4096: break\n\
-    \x20       assert b'%08x' % zlib.crc32(r[:-8]) == r[-8:] and r[:8] == b'%08d' % n, n\n\
-    \x20       n += 1\n\
-    print(n)\n";
-
 #[tokio::test]
 async fn whoever_is_killed_nothing_acknowledged_is_lost() {
-    let rounds: usize = std::env::var("PEPO_E2E_KILLS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(1);
-    let up = Up::new();
-    let workspace = up.workspace(CreateWorkspace::default()).await;
-    let victims = [
-        ("pepo-share", Reason::MountLost),
-        ("qemu-system-x86", Reason::VmmExit),
-        ("vhost-device-vs", Reason::VmmExit),
-        ("pepo-keeper", Reason::KilledOutside),
-    ];
-    for round in 0..rounds {
-        for (victim, reason) in victims {
-            let session = up.with(&workspace).await;
-            up.put(&session, "writer.py", WRITER).await;
-            let command = CreateCommand {
-                command: Some("python3 /tmp/writer.py".into()),
-                wait_seconds: Some(0),
-                ..CreateCommand::default()
-            };
-            let running = up.client.command_create(&session, &command).await.expect("a command").command.id;
-            let acknowledged = || async {
-                let query = pepo_api::query::ShowCommand::default();
-                let output = up.client.command_show(&session, running, &query).await.ok()?;
-                let Text::Utf8(text) = output.stdout else { return None };
-                text.lines().last()?.parse::<u64>().ok()
-            };
-            let began = Instant::now();
-            while acknowledged().await.is_none() {
-                assert!(began.elapsed() < LIMIT, "it does not write");
-                tokio::time::sleep(Duration::from_millis(20)).await;
-            }
-            let before = acknowledged().await.unwrap_or(0);
-            let pids = up.instance.pids(victim);
-            assert_eq!(pids.len(), 1, "{victim}: {pids:?}");
-            kill(pids[0]);
-            let ended = up.ended(&session).await;
-            assert_eq!(ended.reason, reason, "{victim}: {ended:?}");
-            up.instance.sandboxes_gone();
-            // The Session itself goes on, in a fresh Sandbox with the same files.
-            let next = session.clone();
-            up.put(&next, "reader.py", READER).await;
-            let there: u64 = up.ok(&next, "python3 /tmp/reader.py").await.trim().parse().expect("a number");
-            println!("round {round}, {victim}: {before} acknowledged, {there} there");
-            assert!(there >= before, "{victim}: {before} records were acknowledged, {there} are there");
-            up.ok(&next, "truncate -s $(( $(stat -c %s log) / 4096 * 4096 )) log").await;
-            up.client.session_terminate(&next).await.expect("terminate");
-        }
-    }
-    up.end().await;
+    durable::kills(1).await;
+}
+
+#[tokio::test]
+async fn many_files_need_few_descriptors() {
+    durable::many_files(10_000, 1024).await;
 }
 
 #[tokio::test]
 async fn a_private_one_goes_with_its_session_unless_it_is_kept() {
-    let up = Up::new();
+    let up = Up::start();
     // Nothing said: one of its own.
     let session = up.client.session_create(&CreateSession::default()).await.expect("a Session");
     let own = session.workspace.clone().expect("a Workspace of its own");
@@ -358,7 +219,7 @@ async fn a_private_one_goes_with_its_session_unless_it_is_kept() {
 
 #[tokio::test]
 async fn one_writer_means_one_and_full_is_an_answer() {
-    let up = Up::new();
+    let up = Up::start();
     let body = CreateWorkspace { size_mib: Some(16), max_files: Some(1024), single_writer: true, ..Default::default() };
     let workspace = up.workspace(body).await;
     let one = up.with(&workspace).await;
@@ -369,8 +230,14 @@ async fn one_writer_means_one_and_full_is_an_answer() {
     let ended = up.ended(&refused).await;
     assert!(ended.reason == Reason::SetupFailed && ended.message.contains("one may have it at a time"), "{ended:?}");
     let resize = pepo_api::UpdateWorkspace { size_mib: Some(32), ..Default::default() };
-    let busy = up.client.workspace_update(&workspace.id.to_string(), &resize).await.expect_err("it is used");
+    // Without the Session its files can be read meanwhile, and not changed: that guest trusts what it knows.
+    let name = workspace.id.to_string();
+    let write = WriteFile { path: "/b".into(), ..WriteFile::default() };
+    let busy = up.client.workspace_file_write(&name, &write, body_from("x")).await.expect_err("it is had alone");
     assert_eq!(busy.code(), Some(ErrorCode::Conflict));
+    let at = |path: &str| AtPath { path: path.into(), user: None };
+    let mut read = up.client.workspace_file_read(&name, &at("/a")).await.expect("read");
+    assert_eq!(read.next().await.expect("bytes").expect("bytes"), "first\n");
     // Bytes, then files: the answer is that there is no room, and what is there stays as it is.
     let (code, said) = up.sh(&one, "dd if=/dev/zero of=big bs=64k count=1000").await;
     assert!(code != 0 && said.contains("No space left on device"), "{said}");
@@ -381,22 +248,29 @@ async fn one_writer_means_one_and_full_is_an_answer() {
     let (code, said) = up.sh(&one, "for i in $(seq 901 1100); do echo > f$i || exit 7; done").await;
     assert!(code == 7 && said.contains("No space left on device"), "{said}");
     assert_eq!(up.ok(&one, "cat a").await, "first\n");
+    // More room comes while it is used, and room that came free is the host's again without anybody's end.
+    let grown = up.client.workspace_update(&name, &resize).await.expect("grow");
+    assert_eq!(grown.size_mib, 32);
+    up.ok(&one, "rm f*; dd if=/dev/urandom of=big bs=64k count=384; sync; cat a").await;
+    let on_host = async || up.client.workspace_show(&name).await.expect("show").usage.expect("usage").host_bytes;
+    assert!(on_host().await >= 24 << 20);
+    up.ok(&one, "rm big; sync").await;
+    let began = Instant::now();
+    while on_host().await > 16 << 20 {
+        assert!(began.elapsed() < LIMIT, "{} bytes are still taken", on_host().await);
+        tokio::time::sleep(Duration::from_millis(500)).await;
+    }
     // One that waits gets it when the first has gone.
     let waiting = up.with(&workspace).await;
     up.client.session_terminate(&one).await.expect("terminate");
-    assert_eq!(up.ok(&waiting, "cat a; rm f*; ls").await, "first\na\n");
+    assert_eq!(up.ok(&waiting, "cat a; ls").await, "first\na\n");
     up.client.session_terminate(&waiting).await.expect("terminate");
-    let grown = up.client.workspace_update(&workspace.id.to_string(), &resize).await.expect("grow");
-    assert_eq!(grown.size_mib, 32);
-    let after = up.with(&workspace).await;
-    up.ok(&after, "dd if=/dev/zero of=big bs=64k count=384 && cat a").await;
-    up.client.session_terminate(&after).await.expect("terminate");
     up.end().await;
 }
 
 #[tokio::test]
 async fn a_restart_of_pepod_ends_no_mount_and_its_loss_is_told_afterwards() {
-    let up = Up::new();
+    let up = Up::start();
     let workspace = up.workspace(CreateWorkspace::default()).await;
     let session = up.with(&workspace).await;
     up.ok(&session, "echo before > a").await;
@@ -428,7 +302,7 @@ const LIAR: &str = "import ctypes, os, socket\n\
 
 #[tokio::test]
 async fn a_guest_that_lies_to_its_server_breaks_its_own_mount_alone() {
-    let up = Up::new();
+    let up = Up::start();
     let workspace = up.workspace(CreateWorkspace::default()).await;
     let (liar, bystander) = tokio::join!(up.with(&workspace), up.with(&workspace));
     up.ok(&liar, "echo precious > a").await;
@@ -443,5 +317,53 @@ async fn a_guest_that_lies_to_its_server_breaks_its_own_mount_alone() {
     assert!(matches!(ended.reason, Reason::MountLost | Reason::GuestSilent), "{ended:?}");
     assert_eq!(up.ok(&bystander, "cat a; echo more >> a; cat a").await, "precious\nprecious\nmore\n");
     up.client.session_terminate(&bystander).await.expect("terminate");
+    up.end().await;
+}
+
+#[tokio::test]
+async fn a_directory_of_the_host_is_served_with_its_lenders_rights_and_no_other() {
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, chown};
+    const LENDER: u32 = 54_321;
+    let up = Up::start();
+    let socket = up.instance.socket();
+    fs::set_permissions(&socket, fs::Permissions::from_mode(0o666)).expect("mode");
+    let home = up.instance.home().join("lender");
+    fs::create_dir(&home).expect("directory");
+    fs::write(home.join("mine"), "mine\n").expect("file");
+    fs::create_dir(home.join("roots")).expect("directory");
+    fs::write(home.join("roots/secret"), "secret\n").expect("file");
+    fs::set_permissions(home.join("roots"), fs::Permissions::from_mode(0o700)).expect("mode");
+    std::os::unix::fs::symlink("/etc/passwd", home.join("out")).expect("link");
+    for path in [home.clone(), home.join("mine")] {
+        chown(path, Some(LENDER), Some(LENDER)).expect("owner");
+    }
+    fs::set_permissions(&home, fs::Permissions::from_mode(0o700)).expect("mode");
+    let run = |volume: String, line: &str| {
+        let program = up.instance.pepo(["run", "-v", volume.as_str(), "--", "bash", "-c", line]);
+        program.uid(LENDER).env("HOME", "/nonexistent").within(LIMIT).run()
+    };
+    let there = format!("{}:/data", home.display());
+    // Its own files are the guest's user's; what is another's is nobody's; a link leads into the guest.
+    let ran = run(
+        there.clone(),
+        "cd /data && cat mine && stat -c %U mine && echo made > made && sudo sh -c 'echo root > by-root' \
+         && cp /usr/bin/id id && chmod 6755 id && stat -c %a id && ! sudo chown root made && ! sudo mknod n c 1 3 \
+         && ! sudo cat roots/secret && ! sudo rm -rf roots && [ \"$(cat out)\" = \"$(cat /etc/passwd)\" ] && mv made moved",
+    );
+    assert_eq!((ran.code(), ran.out()), (Some(0), "mine\nagent\n755\n".to_owned()), "{ran}");
+    for (name, mode) in [("moved", 0o644), ("by-root", 0o644), ("id", 0o755)] {
+        let meta = fs::metadata(home.join(name)).expect(name);
+        assert_eq!((meta.uid(), meta.mode() & 0o7777), (LENDER, mode), "{name}");
+    }
+    assert_eq!(fs::read_to_string(home.join("roots/secret")).expect("still there"), "secret\n");
+    let ran = run(format!("{there}:ro"), "cat /data/moved; ! echo x > /data/x");
+    assert_eq!((ran.code(), ran.out()), (Some(0), "made\n".to_owned()), "{ran}");
+    assert!(!home.join("x").exists());
+    // What the caller cannot reach is not lent, whoever pepod is; and over the edge nothing is.
+    for closed in [home.join("roots"), "/root/.ssh".into(), home.join("nothing"), home.join("mine")] {
+        let ran = run(format!("{}:/data", closed.display()), "true");
+        assert_eq!(ran.code(), Some(125), "{}: {ran}", closed.display());
+        assert!(ran.err().contains(&closed.display().to_string()), "{ran}");
+    }
     up.end().await;
 }

@@ -61,8 +61,8 @@ pub use token::hmac;
 pub use token::{CreateToken, NewToken, TOKEN_PREFIX, TokenClaims};
 pub use usage::{Amounts, UsageGroup, UsageReport};
 pub use workspace::{
-    CreateWorkspace, IfBusy, RemovedWorkspace, SessionWorkspace, UpdateWorkspace, Workspace, WorkspaceChoice,
-    WorkspaceMode, WorkspaceUsage,
+    CreateWorkspace, HostVolume, IfBusy, RemovedWorkspace, SessionWorkspace, UpdateWorkspace, Workspace,
+    WorkspaceChoice, WorkspaceMode, WorkspaceUsage,
 };
 
 /// Subprotocol of the WebSocket on which a command is attached. Binary messages: the first byte is the channel

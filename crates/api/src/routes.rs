@@ -285,6 +285,17 @@ routes! {
     workspace_show: GET "/v1/workspaces/{workspace}", WorkspacesRead, Tenant, None -> Json;
     workspace_update: PATCH "/v1/workspaces/{workspace}", WorkspacesWrite, Tenant, Json -> Json;
     workspace_remove: DELETE "/v1/workspaces/{workspace}", WorkspacesWrite, Tenant, None -> Json;
+    workspace_file_read: GET "/v1/workspaces/{workspace}/files", WorkspacesRead, Tenant, None -> Raw;
+    workspace_file_write: PUT "/v1/workspaces/{workspace}/files", WorkspacesWrite, Tenant, Raw -> Empty;
+    workspace_file_remove: DELETE "/v1/workspaces/{workspace}/files", WorkspacesWrite, Tenant, None -> Empty;
+    workspace_file_stat: GET "/v1/workspaces/{workspace}/files/stat", WorkspacesRead, Tenant, None -> Json;
+    workspace_file_list: GET "/v1/workspaces/{workspace}/files/list", WorkspacesRead, Tenant, None -> Json;
+    workspace_file_make: POST "/v1/workspaces/{workspace}/files/make", WorkspacesWrite, Tenant, Json -> Empty;
+    workspace_file_rename: POST "/v1/workspaces/{workspace}/files/rename", WorkspacesWrite, Tenant, Json -> Empty;
+    workspace_tar_read: GET "/v1/workspaces/{workspace}/tar", WorkspacesRead, Tenant, None -> Raw;
+    workspace_tar_write: PUT "/v1/workspaces/{workspace}/tar", WorkspacesWrite, Tenant, Raw -> Empty;
+    workspace_export: GET "/v1/workspaces/{workspace}/export", WorkspacesRead, Tenant, None -> Raw;
+    workspace_import: PUT "/v1/workspaces/{workspace}/import", WorkspacesWrite, Tenant, Raw -> Empty;
     image_list: GET "/v1/images", ImagesRead, Tenant, None -> Json;
     image_show: GET "/v1/images/{image}", ImagesRead, Tenant, None -> Json;
     image_build: POST "/v1/images", ImagesWrite, Operator, Json -> Events;

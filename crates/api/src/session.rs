@@ -8,7 +8,7 @@ use crate::command::CommandEnd;
 use crate::error::Ended;
 use crate::id::{AppId, CommandId, ImageId, SandboxId, SessionId};
 use crate::secret::SecretText;
-use crate::workspace::{SessionWorkspace, WorkspaceChoice};
+use crate::workspace::{HostVolume, SessionWorkspace, WorkspaceChoice};
 
 /// What a Session may be asked to have and what an App may give where nothing is said: one list of settings, the first
 /// fields of both.
@@ -69,6 +69,9 @@ settings! {
         /// Paths kept in the Workspace.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         pub persist: Option<Vec<String>>,
+        /// Directories of the host, for local callers alone. They are there as long as the Session and this life of the daemon.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        pub volumes: Option<Vec<HostVolume>>,
         /// Write-only environment.
         #[serde(default, skip_serializing_if = "Option::is_none", deserialize_with = "crate::secret::new")]
         pub secrets: Option<BTreeMap<String, SecretText>>,
@@ -444,6 +447,9 @@ pub struct Session {
     /// Paths kept in it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub persist: Vec<String>,
+    /// Directories of the host that a local caller lent it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<HostVolume>,
     /// What runs once per activation.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub setup: Option<Setup>,

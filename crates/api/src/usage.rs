@@ -30,6 +30,9 @@ pub struct Amounts {
     pub received_bytes: u64,
     /// Activations that began.
     pub activations: u64,
+    /// What Workspaces may fill, times how long they were there, in MiB x milliseconds. An App's, and no Session's.
+    #[serde(default)]
+    pub workspace_allocated_mib_ms: u64,
 }
 
 impl std::ops::AddAssign for Amounts {
@@ -45,6 +48,7 @@ impl std::ops::AddAssign for Amounts {
         self.sent_bytes += other.sent_bytes;
         self.received_bytes += other.received_bytes;
         self.activations += other.activations;
+        self.workspace_allocated_mib_ms += other.workspace_allocated_mib_ms;
     }
 }
 

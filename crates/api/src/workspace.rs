@@ -136,6 +136,20 @@ pub struct WorkspaceChoice {
     pub if_busy: Option<IfBusy>,
 }
 
+/// A directory of the host at a place in the guest: for local callers alone, with their rights.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+#[serde(deny_unknown_fields)]
+pub struct HostVolume {
+    /// The directory, by its absolute path.
+    pub source: String,
+    /// Where it is in the guest: an absolute path.
+    pub target: String,
+    /// Whether the Session may change it. It may where absent.
+    #[serde(default)]
+    pub mode: WorkspaceMode,
+}
+
 /// What a Session may do with its Workspace.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]

@@ -1,11 +1,11 @@
-//! Files between this machine and a Session: `--copy`, `--out` and `cp` are these two calls.
+//! Files between this machine and a Session, or a Workspace without one: `--copy`, `--out` and `cp` are these two calls.
 
 use std::ffi::OsString;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use bytes::Bytes;
-use pepo_api::client::{ByteStream, Client, ClientError};
+use pepo_api::client::{Body, ByteStream, Client, ClientError};
 use pepo_api::query::AtPath;
 use pepo_api::{ErrorCode, FileEntry, FileKind};
 use tokio::sync::mpsc;
@@ -15,13 +15,24 @@ use crate::fail::{Failure, Outcome, note};
 use crate::pack::{self, Source};
 use crate::unpack::{self, Naming, Report};
 
-/// A Session and as whom.
+/// Who has the files.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Holder {
+    /// A Session's guest.
+    Session,
+    /// A Workspace, without a Session.
+    Workspace,
+}
+
+/// Whose files, and as whom.
 #[derive(Clone, Debug)]
 pub struct Peer<'a> {
     /// The client.
     pub client: &'a Client,
-    /// The Session's id or name.
-    pub session: &'a str,
+    /// What `name` names.
+    pub holder: Holder,
+    /// The Session's or Workspace's id or name.
+    pub name: &'a str,
     /// A user in the Sandbox; the default one where absent.
     pub user: Option<&'a str>,
 }
@@ -31,9 +42,24 @@ impl Peer<'_> {
         AtPath { path: path.to_owned(), user: self.user.map(str::to_owned) }
     }
 
+    async fn stat(&self, path: &str) -> Result<FileEntry, ClientError> {
+        match self.holder {
+            Holder::Session => self.client.file_stat(self.name, &self.at(path)).await,
+            Holder::Workspace => self.client.workspace_file_stat(self.name, &self.at(path)).await,
+        }
+    }
+
+    /// Unpacks an archive into a directory, which is made where missing.
+    pub async fn put(&self, directory: &str, body: Body) -> Result<(), ClientError> {
+        match self.holder {
+            Holder::Session => self.client.tar_write(self.name, &self.at(directory), body).await,
+            Holder::Workspace => self.client.workspace_tar_write(self.name, &self.at(directory), body).await,
+        }
+    }
+
     /// What is there, or nothing.
     pub async fn look(&self, path: &str) -> Outcome<Option<FileEntry>> {
-        match self.client.file_stat(self.session, &self.at(path)).await {
+        match self.stat(path).await {
             Ok(entry) => Ok(Some(entry)),
             // That the Session itself is not there is said by what follows.
             Err(error) if error.code() == Some(ErrorCode::NotFound) => Ok(None),
@@ -44,7 +70,7 @@ impl Peer<'_> {
     /// Sends a source into a directory of the Session, which is made where missing.
     pub async fn send(&self, source: Source, directory: &str) -> Outcome<()> {
         let (body, told) = pack::stream(source);
-        let sent = self.client.tar_write(self.session, &self.at(directory), body).await;
+        let sent = self.put(directory, body).await;
         match (told.await, sent) {
             // What could not be read here explains the broken request.
             (Ok(Err(failure)), Err(ClientError::Lost(_) | ClientError::Transport { .. })) => Err(failure),
@@ -56,7 +82,10 @@ impl Peer<'_> {
 
     /// The tar stream of a path.
     pub async fn tar(&self, path: &str) -> Outcome<ByteStream> {
-        Ok(self.client.tar_read(self.session, &self.at(path)).await?)
+        Ok(match self.holder {
+            Holder::Session => self.client.tar_read(self.name, &self.at(path)).await?,
+            Holder::Workspace => self.client.workspace_tar_read(self.name, &self.at(path)).await?,
+        })
     }
 
     /// Fetches a path below a directory here, which must exist.
@@ -173,7 +202,7 @@ pub fn own_name(path: &Path) -> Outcome<OsString> {
 
 /// Copies a Session's path to where one would expect it here, by the same rules.
 pub async fn copy_out(peer: &Peer<'_>, source: &str, destination: &Path) -> Outcome<Report> {
-    let entry = peer.client.file_stat(peer.session, &peer.at(source)).await?;
+    let entry = peer.stat(source).await?;
     let is_directory = destination.is_dir();
     let ends_open = destination.as_os_str().as_encoded_bytes().ends_with(b"/");
     let name = last_name(source);

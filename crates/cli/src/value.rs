@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use pepo_api::{CommandLimits, NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec, WorkspaceChoice, WorkspaceMode};
+use pepo_api::{
+    CommandLimits, HostVolume, NetworkMode, NetworkProtocol, NetworkRule, NetworkSpec, WorkspaceChoice, WorkspaceMode,
+};
 
 /// A size in MiB: a bare number, or `512m`, `2G`, `1T` (powers of 1024).
 pub fn mebibytes(text: &str) -> Result<u32, String> {
@@ -248,6 +250,23 @@ pub enum Place {
     Stream,
 }
 
+/// Reads `HOSTDIR:/GUESTDIR[:ro]`. A relative directory is one below the current one.
+pub fn host_volume(text: &str) -> Result<HostVolume, String> {
+    let (rest, mode) = match text.strip_suffix(":ro") {
+        Some(rest) => (rest, WorkspaceMode::Ro),
+        None => (text.strip_suffix(":rw").unwrap_or(text), WorkspaceMode::Rw),
+    };
+    let wrong = || format!("`{text}` is not HOSTDIR:/GUESTDIR or HOSTDIR:/GUESTDIR:ro");
+    let (source, target) = rest.rsplit_once(':').filter(|(source, _)| !source.is_empty()).ok_or_else(wrong)?;
+    if !target.starts_with('/') {
+        return Err(wrong());
+    }
+    let source = std::path::absolute(source).map_err(|error| format!("{source}: {error}"))?;
+    let source =
+        source.into_os_string().into_string().map_err(|_| "a path that is no text cannot be lent".to_owned())?;
+    Ok(HostVolume { source, target: target.to_owned(), mode })
+}
+
 /// Reads one side of `pepo cp`: a colon before any slash makes it a Session's.
 pub fn place(text: &str) -> Result<Place, String> {
     if text == "-" {
@@ -281,6 +300,19 @@ mod tests {
         assert_eq!(wrong("pids=1,pids=2"), "`pids` is there twice");
         for text in ["", "memory", "cpus=", "cpus=.5", "cpus=1.234", "cpus=-1", "memory=0"] {
             assert!(limits(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_volume_is_a_directory_a_place_and_perhaps_read_only() {
+        let volume = host_volume("/srv/data:/data:ro").expect("a volume");
+        assert_eq!((&*volume.source, &*volume.target, volume.mode), ("/srv/data", "/data", WorkspaceMode::Ro));
+        let volume = host_volume("/a:b:/data").expect("a colon in the directory's name");
+        assert_eq!((&*volume.source, volume.mode), ("/a:b", WorkspaceMode::Rw));
+        let here = host_volume(".:/data").expect("relative");
+        assert!(here.source.starts_with('/'), "{here:?}");
+        for bad in ["", "/a", "/a:b", ":/data", "/a:ro"] {
+            assert!(host_volume(bad).is_err(), "{bad}");
         }
     }
 

@@ -2,11 +2,14 @@
 //!
 //! ```text
 //! create: the store as it is at one moment (VACUUM INTO, writers go on) ─┐
-//!         key of secrets, settings, recipes of Images ───────────────────┴─► tar ─► the caller; manifest.json last
+//!         key of secrets, settings, recipes of Images, Workspaces ───────┴─► tar ─► the caller; manifest.json last
 //! restore: stdin ─► beside the store, bounded and only names we know ─► digests, schema, soundness ─► renamed into place
+//!          Workspaces ─► imported by the next pepod, each in its jail
 //! ```
 //! A stream without its manifest is no backup. Restoring needs the instance's lock, so it refuses while pepod runs; what
 //! was there is moved aside, never overwritten. The archive holds the key of secrets: it is as precious as they are.
+
+pub mod workspaces;
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -20,7 +23,8 @@ use sha2::{Digest as _, Sha256};
 use crate::accounts::Account;
 use crate::config::Places;
 use crate::secrets::KEY_FILE;
-use crate::store::{self, Store, hex};
+use crate::store::{self, hex};
+use crate::workspace::Workspaces;
 use crate::{image, places};
 
 /// Changes when an older release could not read what is in it.
@@ -45,14 +49,15 @@ const MOST_RECIPES: usize = 10_000;
 const LACKS: [&str; 3] = [
     "what Sandboxes had in memory and on scratch disks: Sessions that lived are found without their Sandbox",
     "files of Images: build them again from their recipes",
-    "Workspaces and their files",
+    "files of Workspaces as they were at one moment: each file is as it was when it was read",
 ];
 
 /// Writes a backup. The store's copy is made in `scratch`, which is removed again.
 ///
 /// # Errors
 /// A disk that fails, or a reader that went away.
-pub fn create(store: &Store, places: &Places, out: impl Write) -> anyhow::Result<()> {
+pub fn create(workspaces: &Workspaces, places: &Places, out: impl Write) -> anyhow::Result<()> {
+    let store = workspaces.store();
     let copy = Copy(places.store_directory().join("backup.db"));
     copy.clear()?;
     store.copy_to(&copy.0).context("cannot copy the store")?;
@@ -77,6 +82,7 @@ pub fn create(store: &Store, places: &Places, out: impl Write) -> anyhow::Result
     for (name, path) in recipes(&places.state)? {
         add(&mut tar, &mut manifest, &format!("{RECIPES}{name}.json"), &path)?;
     }
+    workspaces::add(&mut tar, &mut manifest, workspaces)?;
     let text = serde_json::to_vec_pretty(&manifest)?;
     tar.append_data(&mut header(text.len() as u64), MANIFEST, &text[..])?;
     tar.into_inner()?.flush()?;
@@ -212,6 +218,9 @@ pub fn restore(places: &Places, pepo: Account, there: There, from: impl Read) ->
     if let Some(told) = settings(&draft.0.join(CONFIG), &places.file)? {
         notes.push(told);
     }
+    if let Some(told) = restore_workspaces(&draft.0, &directory)? {
+        notes.push(told);
+    }
     let recipes = places.state.join("recipes");
     if draft.0.join("recipes").exists() {
         std::fs::create_dir_all(&recipes).with_context(|| format!("cannot make {}", recipes.display()))?;
@@ -224,6 +233,32 @@ pub fn restore(places: &Places, pepo: Account, there: There, from: impl Read) ->
     }
     File::open(&directory).and_then(|directory| directory.sync_all()).context("cannot keep what was placed")?;
     Ok(RestoreReport { manifest, notes })
+}
+
+/// Archives of Workspaces wait beside the store for the pepod that makes their trees.
+fn restore_workspaces(draft: &Path, store: &Path) -> anyhow::Result<Option<String>> {
+    let from = draft.join(workspaces::WORKSPACES);
+    if !from.exists() {
+        return Ok(None);
+    }
+    let to = store.join(workspaces::WORKSPACES);
+    std::fs::create_dir_all(&to).with_context(|| format!("cannot make {}", to.display()))?;
+    let mut count = 0;
+    for entry in std::fs::read_dir(&from)? {
+        let entry = entry?;
+        let place = to.join(entry.file_name());
+        match std::fs::remove_dir_all(&place) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(error).with_context(|| format!("cannot remove {}", place.display()));
+            }
+            _ => {}
+        }
+        std::fs::rename(entry.path(), &place).with_context(|| format!("cannot place {}", place.display()))?;
+        count += 1;
+    }
+    Ok(Some(format!(
+        "{count} Workspaces are unpacked by the next pepod; those that are on this host already stay as they are"
+    )))
 }
 
 /// Settings go where they were, unless others are there.
@@ -284,6 +319,11 @@ fn unpack(into: &Path, from: impl Read) -> anyhow::Result<BackupManifest> {
             (_, Some(recipe)) if found.len() < MOST_RECIPES + 8 => {
                 std::fs::create_dir_all(into.join("recipes"))?;
                 (into.join("recipes").join(recipe), image::manifest::BYTES)
+            }
+            _ if let Some(part) = workspaces::place(&name) => {
+                let place = into.join(part);
+                place.parent().map(std::fs::create_dir_all).transpose()?;
+                (place, workspaces::PART as u64)
             }
             _ => anyhow::bail!("`{}` does not belong into a backup", name.escape_debug()),
         };

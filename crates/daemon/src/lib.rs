@@ -188,7 +188,8 @@ impl Pepod {
         );
         // One that a run started ends soon, and its Sandboxes should be those that were asked for.
         let pool = if exit_when_idle.is_some() { PoolConfig::off() } else { config.pool.clone() };
-        let workspaces = Workspaces::new(store.clone(), host.clone(), config.workspace.clone());
+        let workspaces =
+            Workspaces::new(store.clone(), host.clone(), config.workspace.clone(), config.places.store_directory());
         let (find, settings) = (finder(&images, vmm), config.sandbox.clone());
         let reach = Reach::new(network, Arc::clone(&apps));
         let sessions = Sessions::new(workspaces, vault, find, settings, pool, vmm, reach);
@@ -243,6 +244,7 @@ impl Pepod {
             });
         }
         tokio::spawn(usage::run(pepod.sessions().clone()));
+        tokio::spawn(workspace::meter(pepod.store().clone()));
         let state = pepod.config().places.state.clone();
         tokio::spawn(pressure::run(pepod.sessions().clone(), state));
         let forgetting = pepod.clone();

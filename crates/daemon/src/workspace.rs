@@ -10,7 +10,11 @@
 //! ```
 //! Called by the server (its routes), by activations and by whoever settles a Sandbox's end.
 
-use std::collections::{BTreeMap, HashMap, VecDeque};
+mod lent;
+mod visit;
+
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -23,7 +27,13 @@ use pepo_sandbox::{Host, Mount, VolumeId};
 use serde::{Deserialize, Serialize};
 use tokio::sync::Notify;
 
+use crate::backup;
 use crate::store::{self, Budget, Store, WorkspaceRow, Write};
+
+pub use lent::{Connection, Lent, MOST as MOST_LENT};
+pub use visit::Visit;
+
+use visit::Visits;
 
 /// Where a guest has its Workspace.
 pub const PATH: &str = "/workspace";
@@ -66,6 +76,9 @@ pub enum Error {
     /// The privileged side.
     #[error("the tree could not be used")]
     Host(#[source] host::Error),
+    /// What a backup has of it is not in place.
+    #[error("it could not be restored: {0}")]
+    NotRestored(String),
 }
 
 impl From<store::Error> for Error {
@@ -140,10 +153,22 @@ struct Inner {
     store: Store,
     host: Host,
     config: WorkspaceConfig,
-    attached: Mutex<HashMap<SandboxId, (WorkspaceId, bool)>>,
+    /// The store's, where what was restored waits.
+    directory: PathBuf,
+    /// Held by the one import of what was restored.
+    restoring: tokio::sync::Mutex<()>,
+    holders: Mutex<Holders>,
     /// What the last removals gave back, for whoever asked for them.
     freed: Mutex<VecDeque<(WorkspaceId, u64)>>,
     left: Notify,
+}
+
+/// Who has which Workspace.
+#[derive(Debug, Default)]
+struct Holders {
+    /// Each with whether it has it alone.
+    sandboxes: HashMap<SandboxId, (WorkspaceId, bool)>,
+    visits: Visits,
 }
 
 /// The engine's id of a Workspace's tree: the same 16 bytes.
@@ -153,12 +178,14 @@ fn volume(id: WorkspaceId) -> VolumeId {
 
 impl Workspaces {
     /// Those of this store.
-    pub fn new(store: Store, host: Host, config: WorkspaceConfig) -> Self {
+    pub fn new(store: Store, host: Host, config: WorkspaceConfig, directory: PathBuf) -> Self {
         Workspaces(Arc::new(Inner {
             store,
             host,
             config,
-            attached: Mutex::default(),
+            directory,
+            restoring: tokio::sync::Mutex::default(),
+            holders: Mutex::default(),
             freed: Mutex::default(),
             left: Notify::new(),
         }))
@@ -179,8 +206,17 @@ impl Workspaces {
         &self.0.config
     }
 
-    fn attached(&self) -> MutexGuard<'_, HashMap<SandboxId, (WorkspaceId, bool)>> {
-        self.0.attached.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Where archives of a restored backup wait.
+    pub fn restored(&self) -> PathBuf {
+        self.0.directory.join("workspaces")
+    }
+
+    fn holders(&self) -> MutexGuard<'_, Holders> {
+        self.0.holders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn budget(&self) -> Budget {
+        Budget { most_mib: self.0.config.budget_mib }
     }
 
     /// Records a new one. Its tree is made when it is first needed.
@@ -218,8 +254,7 @@ impl Workspaces {
             labels,
             created_at: store::time(store::millis(jiff::Timestamp::now())),
         };
-        let budget = Budget { most_mib: config.budget_mib };
-        self.0.store.write(Write::NewWorkspace(Box::new(row.clone()), budget)).await?;
+        self.0.store.write(Write::NewWorkspace(Box::new(row.clone()), self.budget())).await?;
         Ok(row)
     }
 
@@ -295,22 +330,22 @@ impl Workspaces {
             tokio::pin!(left);
             left.as_mut().enable();
             {
-                let mut attached = self.attached();
-                let other = attached
+                let mut holders = self.holders();
+                let other = holders
+                    .sandboxes
                     .iter()
                     .find(|(other, (id, alone))| **other != sandbox && *id == wanted.id && (*alone || wanted.alone));
-                match other {
-                    None => {
-                        attached.insert(sandbox, (wanted.id, wanted.alone));
+                let written = wanted.alone && holders.visits.is_written(wanted.id);
+                let by = match other {
+                    None if !written => {
+                        holders.sandboxes.insert(sandbox, (wanted.id, wanted.alone));
                         return Ok(());
                     }
-                    Some((other, _)) if wanted.if_busy == IfBusy::Refuse => {
-                        return Err(Error::Busy(format!(
-                            "{} is in use by {other}, and one may have it at a time",
-                            wanted.id
-                        )));
-                    }
-                    Some(_) => {}
+                    None => "a request that writes to it".to_owned(),
+                    Some((other, _)) => other.to_string(),
+                };
+                if wanted.if_busy == IfBusy::Refuse {
+                    return Err(Error::Busy(format!("{} is in use by {by}, and one may have it at a time", wanted.id)));
                 }
             }
             left.await;
@@ -319,19 +354,20 @@ impl Workspaces {
 
     /// As [`Workspaces::attach`], for a Sandbox that has it since an earlier life of pepod.
     pub fn attached_before(&self, sandbox: SandboxId, used: &Use) {
-        self.attached().insert(sandbox, (used.id, used.alone));
+        self.holders().sandboxes.insert(sandbox, (used.id, used.alone));
     }
 
     /// Everything of that Sandbox was given back.
     pub fn detach(&self, sandbox: SandboxId) {
-        if self.attached().remove(&sandbox).is_some() {
+        if self.holders().sandboxes.remove(&sandbox).is_some() {
             self.0.left.notify_waiters();
         }
     }
 
-    /// Whether a Sandbox has it now.
-    pub fn is_attached(&self, id: WorkspaceId) -> bool {
-        self.attached().values().any(|(attached, _)| *attached == id)
+    /// Whether a Sandbox or a request has it now.
+    fn is_held(&self, id: WorkspaceId) -> bool {
+        let holders = self.holders();
+        holders.visits.is_visited(id) || holders.sandboxes.values().any(|(attached, _)| *attached == id)
     }
 
     /// What an activation is to mount. The tree is made here where it is not there yet.
@@ -359,10 +395,33 @@ impl Workspaces {
             Some(name) => Medium::Directory { name: name.clone() },
             None => Medium::Disk { mib: row.size_mib, files: row.max_files },
         };
-        match self.0.host.volume_create(VolumePlan { id: volume(row.id), owner, medium }).await {
-            Ok(()) | Err(host::Error::Refused(Refusal::Volume { state: VolumeState::Present, .. })) => Ok(()),
-            Err(error) => Err(Error::Host(error)),
+        // What a backup has of it is in place before anybody sees the tree.
+        let waits = backup::workspaces::waits(self, row.id);
+        let _alone = if waits { Some(self.0.restoring.lock().await) } else { None };
+        let there = match self.0.host.volume_create(VolumePlan { id: volume(row.id), owner, medium }).await {
+            Ok(()) => false,
+            Err(host::Error::Refused(Refusal::Volume { state: VolumeState::Present, .. })) => true,
+            Err(error) => return Err(Error::Host(error)),
+        };
+        if waits {
+            self.restore(row, there).await?;
         }
+        Ok(())
+    }
+
+    /// Imports what a backup has of it into its tree, unless that was there before.
+    async fn restore(&self, row: &WorkspaceRow, there: bool) -> Result<(), Error> {
+        let failed = |error: anyhow::Error| Error::NotRestored(format!("{}: {error:#}", row.id));
+        backup::workspaces::import(self, row, there).await.map_err(failed)
+    }
+
+    /// Those that have a tree on this host.
+    ///
+    /// # Errors
+    /// [`Error::Host`].
+    pub async fn trees(&self) -> Result<HashSet<WorkspaceId>, Error> {
+        let all = self.0.host.volumes().await.map_err(Error::Host)?;
+        Ok(all.into_iter().filter_map(|id| format!("{}{}", WorkspaceId::PREFIX, id.hex()).parse().ok()).collect())
     }
 
     /// What it uses now.
@@ -385,7 +444,8 @@ impl Workspaces {
         size_mib: Option<u64>,
         labels: Option<BTreeMap<String, String>>,
     ) -> Result<WorkspaceRow, Error> {
-        if let Some(size_mib) = size_mib.filter(|size| *size != row.size_mib) {
+        let mut grown = None;
+        if let Some(size_mib) = size_mib {
             within("size_mib", size_mib, &pepo_sandbox::volume::VOLUME_MIB)?;
             if row.directory.is_some() {
                 let message = "the operator's directory caps it, not we".to_owned();
@@ -395,23 +455,24 @@ impl Workspaces {
                 let message = format!("it has {} MiB: a Workspace grows and does not shrink", row.size_mib);
                 return Err(Error::Invalid { param: "size_mib", message });
             }
-            if self.is_attached(row.id) {
-                return Err(Error::Busy(format!("{} is in use: release the Sessions that use it first", row.id)));
-            }
             self.ensure(&row).await?;
-            // What there is room for is decided with the record; the tree follows, or the record goes back.
-            let before = row.clone();
-            row.size_mib = size_mib;
-            let budget = Budget { most_mib: self.0.config.budget_mib };
-            self.0.store.write(Write::GrowWorkspace(Box::new(row.clone()), budget)).await?;
-            if let Err(error) = self.0.host.volume_grow(volume(row.id), size_mib).await {
-                self.0.store.write_later(Write::Workspace(Box::new(before))).await;
-                return Err(busy(error));
-            }
+            grown = Some(size_mib);
         }
+        let before = row.clone();
         row.name = name.or(row.name);
         row.labels = labels.unwrap_or(row.labels);
-        self.0.store.write(Write::Workspace(Box::new(row.clone()))).await?;
+        let Some(size_mib) = grown else {
+            self.0.store.write(Write::Workspace(Box::new(row.clone()))).await?;
+            return Ok(row);
+        };
+        row.max_files = pepo_sandbox::volume::files_after(row.max_files, row.size_mib, size_mib);
+        row.size_mib = size_mib;
+        // What there is room for is decided with the record; the tree follows, or the record goes back.
+        self.0.store.write(Write::GrowWorkspace(Box::new(row.clone()), self.budget())).await?;
+        if let Err(error) = self.0.host.volume_grow(volume(row.id), size_mib).await {
+            self.0.store.write_later(Write::Workspace(Box::new(before))).await;
+            return Err(Error::Host(error));
+        }
         Ok(row)
     }
 
@@ -420,7 +481,7 @@ impl Workspaces {
     /// # Errors
     /// [`Error::Busy`] while a Sandbox has it, [`Error::Host`].
     pub async fn remove(&self, id: WorkspaceId) -> Result<u64, Error> {
-        if self.is_attached(id) {
+        if self.is_held(id) {
             return Err(Error::Busy(format!("{id} is in use")));
         }
         let freed = self.0.host.volume_remove(volume(id)).await.map_err(busy)?;
@@ -475,7 +536,7 @@ impl Workspaces {
         });
     }
 
-    /// After a start: what was a Session's own and should have gone with it goes now, and trees without a record too.
+    /// After a start: what was a Session's own and should have gone with it goes now, and what a backup has is imported.
     ///
     /// # Errors
     /// The store or the privileged side fails.
@@ -491,14 +552,37 @@ impl Workspaces {
                 _ => {}
             }
         }
-        let known: Vec<VolumeId> = rows.iter().map(|row| volume(row.id)).collect();
-        for stray in self.0.host.volumes().await.map_err(Error::Host)? {
-            if !known.contains(&stray) {
-                tracing::info!(tree = %stray, "a tree without a Workspace is removed");
-                let _ = self.0.host.volume_remove(stray).await;
-            }
+        let known: HashSet<WorkspaceId> = rows.iter().map(|row| row.id).collect();
+        // A record is made before its tree and goes after it: what has none is of a store that was restored since.
+        for stray in self.trees().await?.difference(&known) {
+            tracing::warn!(tree = %stray.hex(), "a tree of no Workspace is left as it is");
         }
+        let waiting: Vec<WorkspaceRow> =
+            rows.into_iter().filter(|row| backup::workspaces::waits(self, row.id)).collect();
+        let workspaces = self.clone();
+        tokio::spawn(async move {
+            for row in waiting {
+                if let Err(error) = workspaces.ensure(&row).await {
+                    tracing::error!(workspace = %row.id, error = pepo_sandbox::chain(&error), "a backup's files are not in place");
+                }
+            }
+        });
         Ok(())
+    }
+}
+
+/// How often it is counted what Workspaces may fill: what a crash loses at most.
+const COUNT_EVERY: Duration = Duration::from_secs(60);
+
+/// Counts what Workspaces may fill, until the daemon ends.
+pub async fn meter(store: Store) {
+    let mut before = tokio::time::Instant::now();
+    loop {
+        tokio::time::sleep(COUNT_EVERY).await;
+        let passed = before.elapsed();
+        before += passed;
+        let (at, milliseconds) = (store::millis(store::now()), passed.as_millis() as i64);
+        store.write_later(Write::WorkspaceTime { at, milliseconds }).await;
     }
 }
 

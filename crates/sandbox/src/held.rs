@@ -322,7 +322,7 @@ impl<'a> Holdings<'a> {
                 self.place.cgroups.leaf(self.place.cgroup(self.id)).remove(REMOVED_WITHIN).map_err(io::Error::other)
             }
             Kind::Directory => {
-                remove_tree(self.place.jails.as_fd(), &Names { tag: self.place.tag, id: self.id }.directory())
+                remove_tree(self.place.jails.as_fd(), Names { tag: self.place.tag, id: self.id }.directory(), DEPTH)
             }
         }
     }
@@ -386,22 +386,23 @@ impl<'a> Holdings<'a> {
         };
         [file::BOOT, file::VSOCK, file::RELAY, file::KEEP]
             .iter()
-            .try_for_each(|name| remove_tree(directory.as_fd(), name))
+            .try_for_each(|name| remove_tree(directory.as_fd(), name, DEPTH))
     }
 }
 
-/// Removes a directory and what is in it without ever following a link or leaving its file system: jailed processes own
-/// some of what is below. One that is not there is removed.
+/// Removes a directory and what is in it, at most so deep, without ever following a link or leaving its file system: jailed
+/// processes own some of what is below. One that is not there is removed.
 ///
 /// # Errors
 /// Something in it does not go.
-pub fn remove_tree(parent: BorrowedFd<'_>, name: &str) -> io::Result<()> {
+pub fn remove_tree(parent: BorrowedFd<'_>, name: impl AsRef<std::ffi::OsStr>, depth: u32) -> io::Result<()> {
+    let name = name.as_ref();
     let device = match rustix::fs::statat(parent, name, AtFlags::SYMLINK_NOFOLLOW) {
         Ok(stat) => stat.st_dev,
         Err(rustix::io::Errno::NOENT) => return Ok(()),
         Err(error) => return Err(error.into()),
     };
-    remove_entry(parent, name.as_ref(), device, DEPTH)
+    remove_entry(parent, name, device, depth)
 }
 
 fn remove_entry(parent: BorrowedFd<'_>, name: &std::ffi::OsStr, device: u64, depth: u32) -> io::Result<()> {
@@ -463,12 +464,12 @@ mod tests {
         symlink(&outside, tree.join("a/link")).expect("link");
         symlink("/", tree.join("up")).expect("link");
         let parent = File::open(root.path()).expect("open");
-        remove_tree(parent.as_fd(), "tree").expect("remove");
+        remove_tree(parent.as_fd(), "tree", DEPTH).expect("remove");
         assert!(!tree.exists());
         assert!(outside.join("precious").exists(), "a link was followed");
-        remove_tree(parent.as_fd(), "tree").expect("absent is done");
+        remove_tree(parent.as_fd(), "tree", DEPTH).expect("absent is done");
         symlink(&outside, root.path().join("tree")).expect("link");
-        remove_tree(parent.as_fd(), "tree").expect("a link itself");
+        remove_tree(parent.as_fd(), "tree", DEPTH).expect("a link itself");
         assert!(outside.join("precious").exists(), "a link was followed");
     }
 

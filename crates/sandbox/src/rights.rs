@@ -21,7 +21,9 @@ pub const HOST: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::SETUID)
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::SYS_CHROOT)
-    .union(CapabilitySet::SYS_PTRACE);
+    .union(CapabilitySet::SYS_PTRACE)
+    // ADR 16: ext4 lets nobody else resize what is mounted.
+    .union(CapabilitySet::SYS_RESOURCE);
 
 /// What an official jailer needs: nodes for devices, a root, a user. Part of [`HOST`].
 pub const JAILER: CapabilitySet = CapabilitySet::CHOWN
@@ -101,6 +103,14 @@ fn drop_bounding_set(kept: CapabilitySet) -> io::Result<()> {
 /// # Errors
 /// The kernel refuses a step; the process must not go on.
 pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
+    become_user_of(uid, gid, &[])
+}
+
+/// As [`become_user`], with these other groups.
+///
+/// # Errors
+/// As [`become_user`].
+pub fn become_user_of(uid: u32, gid: u32, groups: &[Gid]) -> io::Result<()> {
     rustix::thread::clear_ambient_capability_set()?;
     // An unprivileged caller (tests of everything above) is that user already and has nothing to lose here.
     let ours = rustix::process::getuid().as_raw();
@@ -108,7 +118,7 @@ pub fn become_user(uid: u32, gid: u32) -> io::Result<()> {
         rustix::thread::set_no_new_privs(true)?;
         return Ok(());
     }
-    rustix::thread::set_thread_groups(&[])?;
+    rustix::thread::set_thread_groups(groups)?;
     drop_bounding_set(CapabilitySet::empty())?;
     let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
     rustix::thread::set_thread_res_gid(gid, gid, gid)?;

@@ -23,6 +23,7 @@ mod locks;
 mod nodes;
 mod serve;
 mod tree;
+mod visit;
 
 use std::ffi::CStr;
 use std::fs;
@@ -42,10 +43,12 @@ use crate::cgroup::Io;
 use crate::host::wire;
 use crate::id::{UidBlock, VolumeId, process};
 use crate::jail::Access;
-use crate::proc;
+use crate::volume::{Lender, Whose};
+use crate::{proc, sys};
 
 pub use enter::run;
 pub use serve::HERE;
+pub use visit::{Archive, VisitPlan};
 
 /// The file that proves a mount, in the top of every served tree. It is not in the tree: the server makes it up.
 pub const PROOF: &CStr = c".pepo-proof";
@@ -106,20 +109,38 @@ pub struct ShareRecord {
 pub(crate) struct Order {
     /// A directory over which the tree is put, in the server's own namespace.
     pub at: PathBuf,
-    /// The name of its cgroup in every hierarchy.
-    pub cgroup: String,
-    /// How many hierarchies there are.
-    pub hierarchies: usize,
-    /// See [`SharePlan`].
-    pub cache: Cache,
-    /// See [`SharePlan`].
-    pub proof: String,
+    /// With whose rights the tree is reached; nobody: those of root of a user namespace of its own.
+    pub lender: Option<Lender>,
     /// Files that may be open, as far as this host lets it.
     pub open_files: u64,
-    /// Files that a guest's kernel may know at once.
-    pub nodes: usize,
-    /// What the guest may use of the disks below it in a second; `None`: no limit.
-    pub io: Option<Io>,
+    /// What it is for.
+    pub task: Task,
+}
+
+/// What a process in a share server's jail does.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(tag = "task", rename_all = "snake_case", deny_unknown_fields)]
+pub(crate) enum Task {
+    /// Serves a guest.
+    Serve {
+        /// The name of its cgroup in every hierarchy.
+        cgroup: String,
+        /// How many hierarchies there are.
+        hierarchies: usize,
+        /// See [`SharePlan`].
+        cache: Cache,
+        /// See [`SharePlan`].
+        proof: String,
+        /// Files that a guest's kernel may know at once.
+        nodes: usize,
+        /// What the guest may use of the disks below it in a second; `None`: no limit.
+        io: Option<Io>,
+    },
+    /// Does one thing for pepod, and ends.
+    Visit {
+        /// See [`VisitPlan`].
+        archive: Archive,
+    },
 }
 
 /// Descriptors in an [`Order`] before the doors.
@@ -158,17 +179,22 @@ pub(crate) struct Server {
 }
 
 impl Server {
-    /// Starts the process in the pid namespace of that keeper, and tells it nothing yet.
+    /// Starts the process in the pid namespace of that keeper, or as the first of one of its own, and tells it nothing yet.
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn spawn(keeper: BorrowedFd<'_>) -> io::Result<Self> {
+    pub fn spawn(keeper: Option<BorrowedFd<'_>>) -> io::Result<Self> {
         let (socket, theirs) =
             rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         // A thread that has another pid namespace for its children is thrown away.
         let pid = std::thread::scope(|scope| {
             let spawning = scope.spawn(move || {
-                rustix::thread::move_into_thread_name_spaces(keeper, ThreadNameSpaceType::PROCESS_ID)?;
+                match keeper {
+                    Some(keeper) => {
+                        rustix::thread::move_into_thread_name_spaces(keeper, ThreadNameSpaceType::PROCESS_ID)?
+                    }
+                    None => sys::unshare(libc::CLONE_NEWPID)?,
+                }
                 let mut command = Command::new("/proc/self/exe");
                 command.arg0(process::SHARE).args(["share", "--fd", "0"]).env_clear().current_dir("/");
                 command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::null());
@@ -195,7 +221,7 @@ impl Server {
     pub fn serve(
         self,
         order: &Order,
-        first_uid: u32,
+        whose: &Whose,
         fds: &[BorrowedFd<'_>],
         cancelled: &dyn Fn() -> bool,
     ) -> io::Result<OwnedFd> {
@@ -204,6 +230,9 @@ impl Server {
         loop {
             match self.hear(deadline, cancelled)? {
                 Said::Ready => {
+                    let Whose::Owner(first_uid) = whose else {
+                        return Err(io::Error::other("it asks for ids and has none to get"));
+                    };
                     for file in ["uid_map", "gid_map"] {
                         let map = format!("0 {first_uid} {}\n", UidBlock::TREE);
                         fs::write(format!("/proc/{}/{file}", self.pid), map)?;

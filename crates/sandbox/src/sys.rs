@@ -501,6 +501,36 @@ pub fn get_range_lock(fd: BorrowedFd<'_>, lock: RangeLock) -> io::Result<RangeLo
     range_lock(fd, libc::F_OFD_GETLK, lock)
 }
 
+/// The groups beside its own of whoever is at the other end of a Unix socket, as they were when it connected. Caller:
+/// `volume::lent`.
+pub fn peer_groups(socket: BorrowedFd<'_>) -> io::Result<Vec<u32>> {
+    let mut groups = vec![0_u32; 64];
+    loop {
+        let mut length = libc::socklen_t::try_from(groups.len() * 4).map_err(io::Error::other)?;
+        // SAFETY: the kernel writes at most `length` bytes into the vector and the length of what there is into `length`.
+        let got = check(unsafe {
+            libc::getsockopt(
+                socket.as_raw_fd(),
+                libc::SOL_SOCKET,
+                libc::SO_PEERGROUPS,
+                groups.as_mut_ptr().cast(),
+                &raw mut length,
+            )
+        });
+        match got {
+            Ok(_) => {
+                groups.truncate(length as usize / 4);
+                return Ok(groups);
+            }
+            // 65,536 are the most that anybody has.
+            Err(error) if error.raw_os_error() == Some(libc::ERANGE) && groups.len() <= 65_536 => {
+                groups.resize(groups.len() * 4, 0);
+            }
+            Err(error) => return Err(error),
+        }
+    }
+}
+
 /// Loop devices: files as disks. Caller: `volume`.
 pub mod disk {
     use std::io;
@@ -511,6 +541,8 @@ pub mod disk {
     const CTL_GET_FREE: libc::c_ulong = 0x4C82;
     const CONFIGURE: libc::c_ulong = 0x4C0A;
     const GET_STATUS64: libc::c_ulong = 0x4C05;
+    const SET_CAPACITY: libc::c_ulong = 0x4C07;
+    const RESIZE: libc::c_ulong = 0x4008_6610;
     const AUTOCLEAR: u32 = 4;
     const DIRECT_IO: u32 = 16;
     const TRIM: libc::c_ulong = 0xC018_5879;
@@ -570,6 +602,18 @@ pub mod disk {
             Err(error) if error.raw_os_error() == Some(libc::ENXIO) => Ok(None),
             Err(error) => Err(error),
         }
+    }
+
+    /// Makes a device as large as its file is by now.
+    pub fn look_again(device: BorrowedFd<'_>) -> io::Result<()> {
+        // SAFETY: this request takes no argument.
+        check(unsafe { libc::ioctl(device.as_raw_fd(), SET_CAPACITY as _, 0) }).map(drop)
+    }
+
+    /// Makes the ext4 that this directory is of so many blocks large, whoever uses it meanwhile. Needs `SYS_RESOURCE`.
+    pub fn grow(root: BorrowedFd<'_>, blocks: u64) -> io::Result<()> {
+        // SAFETY: the kernel reads the one word, which outlives the call.
+        check(unsafe { libc::ioctl(root.as_raw_fd(), RESIZE as _, &raw const blocks) }).map(drop)
     }
 
     /// Gives a file system's free space back to the disk below it; how many bytes.

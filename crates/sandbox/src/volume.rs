@@ -13,6 +13,7 @@
 //! Called by the privileged side alone, one request about a tree at a time.
 
 mod device;
+mod lent;
 mod plan;
 mod template;
 
@@ -22,7 +23,6 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,9 +37,11 @@ use crate::jail::Access;
 use crate::sys;
 
 use device::{device_of, mount_disk};
+use lent::Lent;
 use template::size;
 
-pub use plan::{Medium, VOLUME_FILES, VOLUME_MIB, VolumePlan, VolumeUsage};
+pub use lent::Lender;
+pub use plan::{Medium, VOLUME_FILES, VOLUME_MIB, VolumePlan, VolumeUsage, files_after};
 
 /// The id, within its owner's, of the user to whom a new tree belongs: the one that programs of a guest run as.
 pub const USER: u32 = 1000;
@@ -56,6 +58,12 @@ const RECORD_BYTES: u64 = 8 * 1024;
 
 /// How long a disk may take to be let go by the kernel after its last user ended: it is flushed meanwhile.
 const QUIET_WITHIN: Duration = Duration::from_secs(60);
+
+/// Bytes of a block of ext4, as it is made here.
+const BLOCK: u64 = 4096;
+
+/// How deep a tree in a directory of the operator's may be to be removed: each level holds a descriptor.
+const DEPTH: u32 = 512;
 
 /// Why there is no tree.
 #[derive(Debug, thiserror::Error)]
@@ -118,26 +126,50 @@ pub struct Volumes {
     /// One request about a tree at a time: two disks of one file would destroy it.
     turns: Mutex<HashMap<VolumeId, Arc<Mutex<()>>>>,
     templates: Mutex<()>,
+    /// Directories of local callers, for as long as this process and whoever they are lent to.
+    lent: Mutex<HashMap<VolumeId, Lent>>,
 }
+
+/// Directories that may be lent at once: each is a descriptor.
+const LENT: usize = 256;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A mount of a tree, held by descriptor, and the first of the ids its files are stored under.
+/// A mount of a tree, held by descriptor, and whose its files are.
 #[derive(Debug)]
 pub struct Mounted {
     /// The mount: nowhere, and gone with its last descriptor or the namespace it is moved to.
     pub mount: OwnedFd,
-    /// See [`UidBlock::tree`].
-    pub first_uid: u32,
+    /// Whose.
+    pub whose: Whose,
+}
+
+impl Mounted {
+    /// Who lends it, if somebody does.
+    pub fn lender(&self) -> Option<Lender> {
+        match &self.whose {
+            Whose::Owner(_) => None,
+            Whose::Lender(lender) => Some(lender.clone()),
+        }
+    }
+}
+
+/// Whose the files of a tree are on this host.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Whose {
+    /// Nobody's: stored under 65,536 ids from this one on. See [`UidBlock::tree`].
+    Owner(u32),
+    /// A local caller's, who lends them.
+    Lender(Lender),
 }
 
 impl Volumes {
     /// Those below a state directory that is root's. The directory is made at the first tree.
     pub fn new(state: &Path, block: UidBlock, mkfs: PathBuf, listed: BTreeMap<String, PathBuf>) -> Self {
-        let (turns, templates) = (Mutex::default(), Mutex::default());
-        Volumes { directory: state.join(DIRECTORY), block, mkfs, listed, turns, templates }
+        let (turns, templates, lent) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Volumes { directory: state.join(DIRECTORY), block, mkfs, listed, turns, templates, lent }
     }
 
     fn turn(&self, id: VolumeId) -> Arc<Mutex<()>> {
@@ -280,7 +312,51 @@ impl Volumes {
         self.mount_now(id, access)
     }
 
+    /// Takes a directory that a local caller lends, with that caller's rights. It is given back by [`Volumes::remove`], which
+    /// removes nothing of it.
+    ///
+    /// # Errors
+    /// [`Error::Plan`] where the caller may not have it, [`Error::There`].
+    pub fn lend(&self, id: VolumeId, connection: &OwnedFd, path: &Path, access: Access) -> Result<(), Error> {
+        let lent = lent::open(connection, path, access)
+            .map_err(|error| Error::Plan(format!("{}: {error}", path.display().to_string().escape_debug())))?;
+        let mut all = lock(&self.lent);
+        if all.len() >= LENT {
+            return Err(Error::Plan(format!("{LENT} directories are lent already")));
+        }
+        match all.entry(id) {
+            std::collections::hash_map::Entry::Occupied(_) => Err(Error::There(id)),
+            std::collections::hash_map::Entry::Vacant(place) => {
+                place.insert(lent);
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether it is a directory that is lent.
+    pub fn is_lent(&self, id: VolumeId) -> bool {
+        lock(&self.lent).contains_key(&id)
+    }
+
+    /// A mount of a directory that is lent.
+    fn mount_lent(&self, id: VolumeId, access: Access) -> Option<Result<Mounted, Error>> {
+        let all = lock(&self.lent);
+        let Lent { directory, lender, access: most } = all.get(&id)?;
+        let flags = OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC | OpenTreeFlags::AT_EMPTY_PATH;
+        let mount = || {
+            let tree = rustix::mount::open_tree(directory, "", flags).map_err(at("open a directory that is lent"))?;
+            let read_only = access == Access::ReadOnly || *most == Access::ReadOnly;
+            sys::restrict_mount(tree.as_fd(), read_only)
+                .map_err(at("mount a directory that is lent (Linux 5.12 can)"))?;
+            Ok(Mounted { mount: tree, whose: Whose::Lender(lender.clone()) })
+        };
+        Some(mount())
+    }
+
     fn mount_now(&self, id: VolumeId, access: Access) -> Result<Mounted, Error> {
+        if let Some(mounted) = self.mount_lent(id, access) {
+            return mounted;
+        }
         let Record { plan, first_uid } = self.record(id)?;
         let ours = self.ids(plan.owner)?;
         if ours != first_uid {
@@ -302,7 +378,7 @@ impl Volumes {
                 tree
             }
         };
-        Ok(Mounted { mount, first_uid })
+        Ok(Mounted { mount, whose: Whose::Owner(first_uid) })
     }
 
     fn open_disk(&self, id: VolumeId) -> Result<File, Error> {
@@ -356,8 +432,7 @@ impl Volumes {
         let _turn = lock(&turn);
         let record = self.record(id)?;
         let mounted = self.mount_now(id, Access::Writable)?;
-        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
-        let root = rustix::fs::openat(&mounted.mount, ".", flags, Mode::empty()).map_err(at(format!("open {id}")))?;
+        let root = self.top(id, &mounted)?;
         rustix::fs::syncfs(&root).map_err(at(format!("flush {id}")))?;
         if matches!(record.plan.medium, Medium::Disk { .. }) {
             match sys::disk::trim(root.as_fd()) {
@@ -370,11 +445,10 @@ impl Volumes {
         Ok(())
     }
 
-    /// Raises the cap. Nobody may use it meanwhile: the kernel lets only a process that may pass every limit resize what is
-    /// mounted, and the privileged side may not.
+    /// Raises the cap, whoever uses it meanwhile.
     ///
     /// # Errors
-    /// [`Error::Plan`], [`Error::NotThere`], [`Error::InUse`], [`Error::Step`].
+    /// [`Error::Plan`], [`Error::NotThere`], [`Error::Step`].
     pub fn grow(&self, id: VolumeId, mib: u64) -> Result<(), Error> {
         let turn = self.turn(id);
         let _turn = lock(&turn);
@@ -382,31 +456,27 @@ impl Volumes {
         let Medium::Disk { mib: now, files } = plan.medium else {
             return Err(Error::Plan("a directory of the operator's has no cap to change".to_owned()));
         };
-        plan.medium = Medium::Disk { mib, files };
-        plan.check()?;
         if mib < now {
             return Err(Error::Plan(format!("it has {now} MiB: a tree grows and does not shrink")));
         }
+        if mib == now {
+            return Ok(());
+        }
+        let files = files_after(files, now, mib);
+        plan.medium = Medium::Disk { mib, files };
+        plan.check()?;
+        let step = || format!("grow {id}");
         let backing = self.open_disk(id)?;
-        if device_of(&backing).map_err(at("look for its disk"))?.is_some() {
-            return Err(Error::InUse(id));
+        // A resize that failed half-way has left the file as large as this or larger; it never becomes smaller.
+        let bytes = size(mib, files).max(backing.metadata().map_err(at(step()))?.len());
+        backing.set_len(bytes).map_err(at(step()))?;
+        if let Some((device, _)) = device_of(&backing).map_err(at("look for its disk"))? {
+            sys::disk::look_again(device.as_fd()).map_err(at(step()))?;
         }
-        if mib > now {
-            backing.set_len(size(mib, files)).map_err(at(format!("grow {id}")))?;
-            let program = self.mkfs.with_file_name("resize2fs");
-            let ran = Command::new(&program)
-                .arg("-f")
-                .arg(self.place(id).join(DISK))
-                .env_clear()
-                .stdin(Stdio::null())
-                .output()
-                .map_err(at(format!("run {}", program.display())))?;
-            if !ran.status.success() {
-                let said: String = String::from_utf8_lossy(&ran.stderr).trim().chars().take(400).collect();
-                return Err(disk::Error::Mkfs { program, said }.into());
-            }
-            backing.sync_all().map_err(at(format!("grow {id}")))?;
-        }
+        let mounted = self.mount_now(id, Access::Writable)?;
+        let root = self.top(id, &mounted)?;
+        sys::disk::grow(root.as_fd(), bytes / BLOCK).map_err(at(step()))?;
+        rustix::fs::syncfs(&root).map_err(at(step()))?;
         let path = self.place(id).join(RECORD);
         let new = self.place(id).join(format!("{RECORD}.new"));
         let text = serde_json::to_vec(&Record { plan, first_uid })
@@ -417,11 +487,19 @@ impl Volumes {
             .map_err(at(format!("write {}", path.display())))
     }
 
+    fn top(&self, id: VolumeId, mounted: &Mounted) -> Result<OwnedFd, Error> {
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::CLOEXEC;
+        rustix::fs::openat(&mounted.mount, ".", flags, Mode::empty()).map_err(at(format!("open {id}")))
+    }
+
     /// Removes it with all that is in it; how many bytes of the host's disk that gave back. One that is not there is removed.
     ///
     /// # Errors
     /// [`Error::InUse`], [`Error::Step`].
     pub fn remove(&self, id: VolumeId) -> Result<u64, Error> {
+        if lock(&self.lent).remove(&id).is_some() {
+            return Ok(0);
+        }
         let turn = self.turn(id);
         let _turn = lock(&turn);
         let record = match self.record(id) {
@@ -445,7 +523,8 @@ impl Volumes {
             },
             Medium::Directory { name } => {
                 let above = self.listed(name)?;
-                remove_tree(above.as_fd(), &id.hex()).map_err(at(format!("remove {id} from the directory {name}")))?;
+                remove_tree(above.as_fd(), id.hex(), DEPTH)
+                    .map_err(at(format!("remove {id} from the directory {name}")))?;
             }
         }
         // The record goes last of all, with its directory: until then it is a tree that can be removed again.

@@ -1,7 +1,7 @@
 //! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; every process dead at
-//! every moment of a Sandbox's life; an upgrade from the previous commit's programs; a browser.
+//! every moment of a Sandbox's life; Workspaces under kills and loads; an upgrade from the previous commit's programs; a browser.
 //!
-//! `pepo-soak [boots|deaths|upgrade|browser]…`: those alone.
+//! `pepo-soak [boots|deaths|keep|upgrade|browser]…`: those alone.
 
 #![allow(clippy::panic, clippy::expect_used, reason = "a soak fails by panicking")]
 #![allow(clippy::print_stdout, reason = "its report is its purpose")]
@@ -10,12 +10,13 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use pepo_e2e::strike::{Moment, Ring, Victim};
-use pepo_e2e::{Instance, Options, upgrade};
+use pepo_e2e::{Instance, Options, durable, upgrade};
 
 /// What is counted as a hang: a boot takes about two seconds.
 const HANG: Duration = Duration::from_secs(120);
 
-const PARTS: [(&str, fn()); 4] = [("boots", boots), ("deaths", deaths), ("upgrade", upgrades), ("browser", browse)];
+const PARTS: [(&str, fn()); 5] =
+    [("boots", boots), ("deaths", deaths), ("keep", keep), ("upgrade", upgrades), ("browser", browse)];
 
 fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
@@ -73,6 +74,18 @@ fn upgrades() {
         now(upgrade::adopts(previous, here));
         println!("      Sandboxes of {} go on under {}", previous.display(), here.display());
     }
+}
+
+/// Workspaces: kills in the middle of writing, files beyond number, a file beyond four GiB.
+fn keep() {
+    let number = |name: &str, usual: u64| {
+        let text = std::env::var(name).ok().filter(|text| !text.is_empty());
+        text.map_or(usual, |text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+    };
+    // Each round kills each of the four processes once.
+    now(durable::kills(number("KILLS", 100).div_ceil(4) as usize));
+    now(durable::many_files(number("FILES", 100_000) as usize, 4096));
+    now(durable::large_file(4096));
 }
 
 fn boot(count: usize) {

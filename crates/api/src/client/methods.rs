@@ -310,6 +310,69 @@ impl Client {
         Ok(Box::new(TokioIo::new(upgraded)))
     }
 
+    /// A file's bytes, out of a Workspace.
+    pub async fn workspace_file_read(&self, workspace: &str, query: &AtPath) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::workspace_file_read, &[("workspace", workspace)])?.with_query(query)?).await
+    }
+
+    /// Writes a file of a Workspace, whole or not at all.
+    pub async fn workspace_file_write(
+        &self,
+        workspace: &str,
+        query: &WriteFile,
+        body: Body,
+    ) -> Result<(), ClientError> {
+        let call = self.request(&route::workspace_file_write, &[("workspace", workspace)])?.with_query(query)?;
+        self.empty(call.with_body(OCTETS, body)).await
+    }
+
+    /// Removes an entry of a Workspace.
+    pub async fn workspace_file_remove(&self, workspace: &str, query: &UnderPath) -> Result<(), ClientError> {
+        self.empty(self.request(&route::workspace_file_remove, &[("workspace", workspace)])?.with_query(query)?).await
+    }
+
+    /// Looks at an entry of a Workspace; a link is not followed.
+    pub async fn workspace_file_stat(&self, workspace: &str, query: &AtPath) -> Result<FileEntry, ClientError> {
+        self.json(self.request(&route::workspace_file_stat, &[("workspace", workspace)])?.with_query(query)?).await
+    }
+
+    /// Lists a directory of a Workspace.
+    pub async fn workspace_file_list(&self, workspace: &str, query: &AtPath) -> Result<FileList, ClientError> {
+        self.json(self.request(&route::workspace_file_list, &[("workspace", workspace)])?.with_query(query)?).await
+    }
+
+    /// Makes a directory or a link in a Workspace.
+    pub async fn workspace_file_make(&self, workspace: &str, body: &MakeFile) -> Result<(), ClientError> {
+        self.empty(self.request(&route::workspace_file_make, &[("workspace", workspace)])?.with_json(body)?).await
+    }
+
+    /// Renames an entry of a Workspace.
+    pub async fn workspace_file_rename(&self, workspace: &str, body: &RenameFile) -> Result<(), ClientError> {
+        self.empty(self.request(&route::workspace_file_rename, &[("workspace", workspace)])?.with_json(body)?).await
+    }
+
+    /// A directory's contents, or a file under its own name, as a tar archive. A guest made it: unpack with care.
+    pub async fn workspace_tar_read(&self, workspace: &str, query: &AtPath) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::workspace_tar_read, &[("workspace", workspace)])?.with_query(query)?).await
+    }
+
+    /// Unpacks a tar archive into a directory of a Workspace, which is made where missing.
+    pub async fn workspace_tar_write(&self, workspace: &str, query: &AtPath, body: Body) -> Result<(), ClientError> {
+        let call = self.request(&route::workspace_tar_write, &[("workspace", workspace)])?.with_query(query)?;
+        self.empty(call.with_body("application/x-tar", body)).await
+    }
+
+    /// A Workspace as it is, as a compressed archive (tar, zstd).
+    pub async fn workspace_export(&self, workspace: &str) -> Result<ByteStream, ClientError> {
+        self.bytes(self.request(&route::workspace_export, &[("workspace", workspace)])?).await
+    }
+
+    /// Unpacks what was exported over what is in a Workspace.
+    pub async fn workspace_import(&self, workspace: &str, body: Body) -> Result<(), ClientError> {
+        let call = self.request(&route::workspace_import, &[("workspace", workspace)])?;
+        self.empty(call.with_body("application/zstd", body)).await
+    }
+
     /// All Images.
     pub async fn image_list(&self) -> Result<Page<Image>, ClientError> {
         self.json(self.request(&route::image_list, &[])?).await

@@ -371,7 +371,42 @@ fn file(name: &str) -> Option<Shape> {
 
 fn workspace(name: &str) -> Option<Shape> {
     let says = Shape::new;
+    // What is had alone by a Sandbox is not written without its Session.
+    let changes = |summary| says(summary).plain(204).also(&[409]);
     Some(match name {
+        "workspace_file_read" => says("Read a file of a Workspace")
+            .about("Its bytes, whole or a range of them. Paths are from the top of the Workspace.")
+            .query::<AtPath>()
+            .headers(&[RANGE])
+            .plain(200)
+            .plain(206)
+            .plain(304)
+            .also(&[416])
+            .answering(&[CONTENT_RANGE]),
+        "workspace_file_write" => changes("Write a file of a Workspace")
+            .about("It is there whole, or as it was before: half a file never appears.")
+            .query::<WriteFile>(),
+        "workspace_file_remove" => changes("Remove a file or directory of a Workspace").query::<UnderPath>(),
+        "workspace_file_stat" => says("Look at a file of a Workspace").query::<AtPath>().json::<FileEntry>(200),
+        "workspace_file_list" => says("List a directory of a Workspace").query::<AtPath>().json::<FileList>(200),
+        "workspace_file_make" => changes("Make a directory or a symbolic link in a Workspace").body::<MakeFile>(),
+        "workspace_file_rename" => changes("Rename or move a file of a Workspace").body::<RenameFile>(),
+        "workspace_tar_read" => Shape {
+            raw_out: "application/x-tar",
+            ..says("Read a tree of a Workspace as a tar archive").query::<AtPath>().plain(200)
+        },
+        "workspace_tar_write" => Shape {
+            raw_in: "application/x-tar",
+            ..changes("Unpack a tar archive into a directory of a Workspace").query::<AtPath>()
+        },
+        "workspace_export" => Shape {
+            raw_out: "application/zstd",
+            ..says("Export a Workspace").about("A tar archive, compressed, of all of it as it is.").plain(200)
+        },
+        "workspace_import" => Shape {
+            raw_in: "application/zstd",
+            ..changes("Import into a Workspace").about("Unpacks an export, or a plain tar archive, over what is there.")
+        },
         "workspace_create" => {
             says("Make a Workspace").may_have::<CreateWorkspace>().json::<Workspace>(201).once().located()
         }

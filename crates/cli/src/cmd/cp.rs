@@ -4,14 +4,13 @@ use std::io::{IsTerminal, Read, Write};
 
 use bytes::Bytes;
 use clap::Args;
-use pepo_api::client::body_of;
-use pepo_api::query::AtPath;
+use pepo_api::client::{ByteStream, body_of};
 use tokio::sync::mpsc;
 
 use crate::fail::{Failure, Outcome};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
-use crate::transfer::{self, Peer};
+use crate::transfer::{self, Holder, Peer};
 use crate::value::{self, Place as Side};
 
 #[derive(Debug, Args)]
@@ -33,41 +32,42 @@ pub struct Cp {
 impl Cp {
     pub async fn run(&self, place: Place) -> Outcome<u8> {
         let client = place.client();
-        let peer = |session| Peer { client: &client, session, user: self.user.as_deref() };
-        let copying = async {
-            match (&self.source, &self.destination) {
-                (Side::Local(source), Side::Remote { session, path }) => {
-                    transfer::copy_in(&peer(session), source, path).await
-                }
-                (Side::Remote { session, path }, Side::Local(destination)) => {
-                    transfer::copy_out(&peer(session), path, destination).await.map(|report| transfer::tell(&report))
-                }
-                (Side::Stream, Side::Remote { session, path }) => {
-                    let at = AtPath { path: path.clone(), user: self.user.clone() };
-                    Ok(client.tar_write(session, &at, body_of(standard_input())).await?)
-                }
-                (Side::Remote { session, path }, Side::Stream) => to_standard_output(&peer(session), path).await,
-                (Side::Remote { .. }, Side::Remote { .. }) => {
-                    Err(Failure::new("one side must be here: copying from Session to Session goes through a pipe")
-                        .hint("pepo cp A:/srv - | pepo cp - B:/srv"))
-                }
-                _ => Err(Failure::new("one side must be in a Session: SES:PATH")),
-            }
-        };
-        match Interrupts::new()?.unless(copying).await {
+        let peer = |name| Peer { client: &client, holder: Holder::Session, name, user: self.user.as_deref() };
+        match Interrupts::new()?.unless(copy(peer, &self.source, &self.destination)).await {
             Ok(done) => done.map(|()| 0),
             Err(caught) => Ok(caught.exit_code()),
         }
     }
 }
 
-fn standard_input() -> impl futures_util::Stream<Item = std::io::Result<Bytes>> {
+/// Copies between here and there; `peer` is what a name there names.
+pub async fn copy<'a>(peer: impl Fn(&'a str) -> Peer<'a>, source: &'a Side, destination: &'a Side) -> Outcome<()> {
+    match (source, destination) {
+        (Side::Local(source), Side::Remote { session, path }) => transfer::copy_in(&peer(session), source, path).await,
+        (Side::Remote { session, path }, Side::Local(destination)) => {
+            transfer::copy_out(&peer(session), path, destination).await.map(|report| transfer::tell(&report))
+        }
+        (Side::Stream, Side::Remote { session, path }) => {
+            Ok(peer(session).put(path, body_of(pieces(std::io::stdin()))).await?)
+        }
+        (Side::Remote { session, path }, Side::Stream) => {
+            to_standard_output(peer(session).tar(path).await?, "pepo cp SES:PATH - > archive.tar").await
+        }
+        (Side::Remote { .. }, Side::Remote { .. }) => {
+            Err(Failure::new("one side must be here: copying from one to another goes through a pipe")
+                .hint("pepo cp A:/srv - | pepo cp - B:/srv"))
+        }
+        _ => Err(Failure::new("one side must be there: NAME:PATH")),
+    }
+}
+
+/// What can be read from a file or a pipe.
+pub fn pieces(mut file: impl Read + Send + 'static) -> impl futures_util::Stream<Item = std::io::Result<Bytes>> {
     let (pieces, from) = mpsc::channel(4);
     std::thread::spawn(move || {
-        let mut stdin = std::io::stdin().lock();
         let mut buffer = vec![0; 128 << 10];
         loop {
-            let piece = match stdin.read(&mut buffer) {
+            let piece = match file.read(&mut buffer) {
                 Ok(0) => return,
                 Ok(read) => Ok(Bytes::copy_from_slice(&buffer[..read])),
                 Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
@@ -82,18 +82,22 @@ fn standard_input() -> impl futures_util::Stream<Item = std::io::Result<Bytes>> 
     futures_util::stream::unfold(from, |mut from| async move { from.recv().await.map(|piece| (piece, from)) })
 }
 
-async fn to_standard_output(peer: &Peer<'_>, path: &str) -> Outcome<()> {
+/// Writes an archive to standard output, unless that is a terminal.
+pub async fn to_standard_output(stream: ByteStream, instead: &str) -> Outcome<()> {
     if std::io::stdout().is_terminal() {
-        return Err(Failure::new("a tar stream is not for a terminal").hint("pepo cp SES:PATH - > archive.tar"));
+        return Err(Failure::new("an archive is not for a terminal").hint(instead));
     }
-    let mut stream = peer.tar(path).await?;
+    pass_on(stream, std::io::stdout()).await
+}
+
+/// Writes what comes to a file or a pipe.
+pub async fn pass_on(mut stream: ByteStream, mut to: impl Write + Send + 'static) -> Outcome<()> {
     let (pieces, mut from) = mpsc::channel::<Bytes>(4);
     let writing = tokio::task::spawn_blocking(move || -> std::io::Result<()> {
-        let mut stdout = std::io::stdout().lock();
         while let Some(piece) = from.blocking_recv() {
-            stdout.write_all(&piece)?;
+            to.write_all(&piece)?;
         }
-        stdout.flush()
+        to.flush()
     });
     while let Some(piece) = stream.next().await? {
         if pieces.send(piece).await.is_err() {

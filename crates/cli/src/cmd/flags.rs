@@ -7,7 +7,8 @@ use std::path::PathBuf;
 
 use clap::Args;
 use pepo_api::{
-    CommandId, CommandLimits, CreateCommand, CreateSession, NetworkSpec, OnDisconnect, SecretText, ServiceSpec, Setup,
+    CommandId, CommandLimits, CreateCommand, CreateSession, HostVolume, NetworkSpec, OnDisconnect, SecretText,
+    ServiceSpec, Setup,
 };
 
 use crate::fail::{Failure, Outcome};
@@ -38,16 +39,12 @@ pub struct Shape {
     /// A label, KEY=VALUE; may be given several times
     #[arg(short, long = "label", value_name = "KEY=VALUE", value_parser = value::label)]
     pub labels: Vec<(String, String)>,
-    #[arg(short = 'v', long = "volume", hide = true, value_parser = later)]
-    volume: Option<String>,
+    /// A directory of this machine, HOSTDIR:/GUESTDIR[:ro], with your rights; may be given several times
+    #[arg(short = 'v', long = "volume", value_name = "HOSTDIR:GUESTDIR[:ro]", value_parser = value::host_volume)]
+    volumes: Vec<HostVolume>,
     /// The Workspace at /workspace, by id or name (`:ro` behind it: read-only), `own` or `none`
     #[arg(long, value_name = "WSP", value_parser = value::workspace)]
     pub workspace: Option<value::Workspace>,
-}
-
-/// Refuses what a later release brings.
-fn later(_: &str) -> Result<String, String> {
-    Err("this does not exist in this release: host directories are not there yet".into())
 }
 
 impl Shape {
@@ -60,6 +57,7 @@ impl Shape {
             disk_mib: self.disk,
             network: self.net.clone(),
             workspace: self.workspace.clone().map(|value::Workspace(choice)| choice),
+            volumes: (!self.volumes.is_empty()).then(|| self.volumes.clone()),
             name: self.name.clone(),
             labels: self.labels.iter().cloned().collect(),
             ..CreateSession::default()

@@ -139,7 +139,7 @@ impl Cli {
     pub async fn run(self) -> Outcome<u8> {
         let place = || -> Outcome<Place> { place::find(self.context.as_deref(), self.of_app.as_deref()) };
         match self.verb {
-            Verb::Run(verb) => verb.run(place()?).await,
+            Verb::Run(verb) => Box::pin(verb.run(place()?)).await,
             Verb::Up(verb) => verb.run(place()?).await,
             Verb::Down(verb) => verb.run(place()?).await,
             Verb::Drain(verb) => verb.run(place()?).await,

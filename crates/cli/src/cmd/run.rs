@@ -16,7 +16,7 @@ use crate::fail::{self, Failure, Notes, Outcome, note};
 use crate::follow::{self, Detach, Ending, Followed, Outputs, Stdin};
 use crate::interrupt::{Caught, Interrupts};
 use crate::place::Place;
-use crate::transfer::{self, Peer};
+use crate::transfer::{self, Holder, Peer};
 use crate::value::{self, Copy};
 use crate::{escape, launch, render};
 
@@ -235,7 +235,7 @@ impl Run {
     async fn prepare(&self, client: &Client, session: &Session) -> Outcome<()> {
         wait_active(client, session, self.notes()).await?;
         let name = session.id.to_string();
-        let peer = Peer { client, session: &name, user: self.how.user.as_deref() };
+        let peer = Peer { client, holder: Holder::Session, name: &name, user: self.how.user.as_deref() };
         let home = self.how.workdir.as_deref().unwrap_or("/home/agent");
         for copy in &self.copy {
             let is_directory = copy.source.is_dir() && !is_link(&copy.source);
@@ -256,7 +256,7 @@ impl Run {
 
     /// Copies back what was asked for; a failure there is the run's, unless the command's own comes first.
     async fn copy_out(&self, client: &Client, session: &str, code: u8) -> u8 {
-        let peer = Peer { client, session, user: self.how.user.as_deref() };
+        let peer = Peer { client, holder: Holder::Session, name: session, user: self.how.user.as_deref() };
         let mut result = code;
         for path in &self.out {
             let full = match &self.how.workdir {

@@ -85,6 +85,7 @@ fn table(report: &UsageReport) -> String {
         "WRITTEN",
         "SENT",
         "RECEIVED",
+        "WORKSPACES GiB-h",
     ];
     let head = head.map(str::to_uppercase);
     render::table(&head.each_ref().map(String::as_str), &rows)
@@ -105,6 +106,7 @@ fn row(key: &str, used: &Amounts) -> Vec<String> {
         render::size(used.write_bytes),
         render::size(used.sent_bytes),
         render::size(used.received_bytes),
+        gib_hours(used.workspace_allocated_mib_ms),
     ]
 }
 

@@ -1,14 +1,19 @@
 //! `pepo workspace …`.
 
-use clap::{Args, Subcommand};
-use pepo_api::client::Client;
-use pepo_api::query::{ListWorkspaces, RemoveWorkspace};
-use pepo_api::{CreateWorkspace, UpdateWorkspace, Workspace as Record};
+use std::path::{Path, PathBuf};
 
-use crate::fail::{Notes, Outcome};
+use clap::{Args, Subcommand};
+use pepo_api::client::{Client, body_of};
+use pepo_api::query::{AtPath, ListWorkspaces, RemoveWorkspace};
+use pepo_api::{CreateWorkspace, FileKind, UpdateWorkspace, Workspace as Record};
+
+use super::cp;
+use crate::fail::{Failure, Notes, Outcome, note};
 use crate::interrupt::Interrupts;
 use crate::place::Place;
-use crate::{launch, render, value};
+use crate::transfer::{Holder, Peer};
+use crate::value::{self, Place as Side};
+use crate::{launch, render};
 
 #[derive(Debug, Subcommand)]
 pub enum Workspace {
@@ -18,10 +23,20 @@ pub enum Workspace {
     Ls(Ls),
     /// Show one Workspace, with what it uses
     Show(Show),
-    /// Raise the cap on its bytes; no Session may have it meanwhile
+    /// Raise the cap on its bytes
     Resize(Resize),
     /// Remove Workspaces with all their files
     Rm(Rm),
+    /// Copy files into a Workspace and out of it, without a Session
+    Cp(Cp),
+    /// List a directory of a Workspace
+    Files(Files),
+    /// Print a file of a Workspace
+    Cat(Cat),
+    /// Write a Workspace as it is to a compressed archive
+    Export(Export),
+    /// Unpack an archive over what is in a Workspace
+    Import(Import),
 }
 
 #[derive(Debug, Args)]
@@ -98,6 +113,65 @@ pub struct Rm {
     workspaces: Vec<String>,
 }
 
+#[derive(Debug, Args)]
+#[command(
+    after_help = "One side is WSP:PATH, PATH from the top of the Workspace; `-` is a tar stream, as in `pepo cp`."
+)]
+pub struct Cp {
+    /// From
+    #[arg(value_name = "SRC", value_parser = value::place)]
+    source: Side,
+    /// To
+    #[arg(value_name = "DST", value_parser = value::place)]
+    destination: Side,
+}
+
+#[derive(Debug, Args)]
+pub struct Files {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// The Workspace, by id or name
+    #[arg(value_name = "WSP")]
+    workspace: String,
+    /// A directory, from the top of the Workspace
+    #[arg(value_name = "PATH", default_value = "/")]
+    path: String,
+}
+
+#[derive(Debug, Args)]
+pub struct Cat {
+    /// The Workspace, by id or name
+    #[arg(value_name = "WSP")]
+    workspace: String,
+    /// A file, from the top of the Workspace
+    #[arg(value_name = "PATH")]
+    path: String,
+}
+
+#[derive(Debug, Args)]
+pub struct Export {
+    /// The Workspace, by id or name
+    #[arg(value_name = "WSP")]
+    workspace: String,
+    /// The archive (tar, zstd); `-` is standard output
+    #[arg(value_name = "FILE", default_value = "-")]
+    file: PathBuf,
+}
+
+#[derive(Debug, Args)]
+pub struct Import {
+    /// The Workspace, by id or name; made under that name with --create
+    #[arg(value_name = "WSP")]
+    workspace: String,
+    /// The archive (tar, also compressed by zstd); `-` is standard input
+    #[arg(value_name = "FILE", default_value = "-")]
+    file: PathBuf,
+    /// Make the Workspace
+    #[arg(long)]
+    create: bool,
+}
+
 impl Workspace {
     pub async fn run(self, place: Place) -> Outcome<u8> {
         let mut interrupts = Interrupts::new()?;
@@ -116,6 +190,17 @@ impl Workspace {
                     if verb.json { render::json(&workspace) } else { render::say(&workspace.id.to_string()) }
                 }
                 Workspace::Rm(verb) => verb.run(&client).await,
+                Workspace::Cp(verb) => {
+                    let peer = |name| Peer { client: &client, holder: Holder::Workspace, name, user: None };
+                    cp::copy(peer, &verb.source, &verb.destination).await
+                }
+                Workspace::Files(verb) => verb.run(&client).await,
+                Workspace::Cat(verb) => {
+                    let at = AtPath { path: verb.path, user: None };
+                    cp::pass_on(client.workspace_file_read(&verb.workspace, &at).await?, std::io::stdout()).await
+                }
+                Workspace::Export(verb) => verb.run(&client).await,
+                Workspace::Import(verb) => verb.run(&client).await,
             }
         };
         match interrupts.unless(working).await {
@@ -136,6 +221,9 @@ impl Create {
             labels: self.labels.into_iter().collect(),
         };
         let workspace = client.workspace_create(&body).await?;
+        if !workspace.capped {
+            note("its bytes and files are not capped: it is in a directory of the operator's");
+        }
         if self.json { render::json(&workspace) } else { render::say(&workspace.id.to_string()) }
     }
 }
@@ -178,6 +266,78 @@ impl Rm {
             removed.push(one);
         }
         if self.json { render::json(&removed) } else { Ok(()) }
+    }
+}
+
+impl Files {
+    async fn run(self, client: &Client) -> Outcome<()> {
+        let list = client.workspace_file_list(&self.workspace, &AtPath { path: self.path, user: None }).await?;
+        if self.json {
+            return render::json(&list.entries);
+        }
+        let rows: Vec<_> = list
+            .entries
+            .iter()
+            .map(|entry| {
+                let to = entry.target.as_ref().map_or_else(String::new, |target| format!(" -> {target}"));
+                let end = if entry.kind == FileKind::Directory { "/" } else { "" };
+                vec![
+                    entry.mode.clone(),
+                    format!("{}:{}", entry.uid, entry.gid),
+                    render::size(entry.size_bytes),
+                    render::time(entry.modified_at),
+                    format!("{}{end}{to}", entry.name),
+                ]
+            })
+            .collect();
+        render::out(&render::table(&["MODE", "OWNER", "SIZE", "CHANGED", "NAME"], &rows))
+    }
+}
+
+fn is_standard(file: &Path) -> bool {
+    file == Path::new("-")
+}
+
+impl Export {
+    async fn run(self, client: &Client) -> Outcome<()> {
+        let stream = client.workspace_export(&self.workspace).await?;
+        if is_standard(&self.file) {
+            return cp::to_standard_output(stream, "pepo workspace export WSP archive.tar.zst").await;
+        }
+        // Whole or not at all: a part of an archive is none.
+        let mut part = self.file.clone().into_os_string();
+        part.push(".part");
+        let part = PathBuf::from(part);
+        let at = |path: &Path| format!("{}", path.display());
+        let file = std::fs::File::create(&part).map_err(|error| Failure::new(format!("{}: {error}", at(&part))))?;
+        let written = cp::pass_on(stream, file).await.and_then(|()| {
+            std::fs::rename(&part, &self.file).map_err(|error| Failure::new(format!("{}: {error}", at(&self.file))))
+        });
+        if written.is_err() {
+            let _ = std::fs::remove_file(&part);
+        }
+        written
+    }
+}
+
+impl Import {
+    async fn run(self, client: &Client) -> Outcome<()> {
+        let file = match is_standard(&self.file) {
+            true => None,
+            false => {
+                let file = std::fs::File::open(&self.file);
+                Some(file.map_err(|error| Failure::new(format!("{}: {error}", self.file.display())))?)
+            }
+        };
+        if self.create {
+            let body = CreateWorkspace { name: Some(self.workspace.clone()), ..CreateWorkspace::default() };
+            client.workspace_create(&body).await?;
+        }
+        let body = match file {
+            Some(file) => body_of(cp::pieces(file)),
+            None => body_of(cp::pieces(std::io::stdin())),
+        };
+        Ok(client.workspace_import(&self.workspace, body).await?)
     }
 }
 

@@ -16,13 +16,14 @@ use pepo_api::query::{AtPath, UnderPath, WriteFile};
 use pepo_api::{
     DIAL_UPGRADE, ErrorCode, FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile, route,
 };
-use pepo_sandbox::guest::{self, Download, Upload};
+use pepo_sandbox::guest::{self, Download, Guest, Upload};
 use pepo_sandbox::proto;
 
 use super::session::with_activation;
 use super::{Call, Json, Problem, Query, Routes, events};
 use crate::Pepod;
 use crate::session::{Serving, Session, Ticket};
+use crate::workspace::Visit;
 
 /// Entries in one listing.
 const MOST_ENTRIES: usize = 50_000;
@@ -44,33 +45,59 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::dial, dial);
 }
 
-/// A guest for one request, with its Session to ask when the guest goes away in the middle.
-struct Lent {
-    session: Session,
-    serving: Serving,
+/// Files for one request, by whoever has them.
+pub(super) struct Lent {
+    guest: Guest,
+    lender: Lender,
+}
+
+enum Lender {
+    /// A Session's guest; the Session is asked when the guest goes away in the middle. While the ticket is held it is used.
+    Session { session: Session, activation: u64, _ticket: Option<Ticket> },
+    /// A Workspace without a guest.
+    Workspace { _visit: Visit },
 }
 
 async fn lend(pepod: &Pepod, call: Call, which: &str) -> Result<Lent, Problem> {
     let session = pepod.sessions().find(call.app, which).await?.live()?;
-    let serving = session.serving(call.activation, pepod.start_within()).await?;
-    Ok(Lent { session, serving })
+    let Serving { guest, activation, ticket } = session.serving(call.activation, pepod.start_within()).await?;
+    Ok(Lent { guest, lender: Lender::Session { session, activation, _ticket: ticket } })
 }
 
 impl Lent {
-    /// What a guest's error is to the caller: a stream that broke because the Sandbox ended says so.
+    /// A Workspace's, without a guest.
+    pub(super) fn workspace(visit: Visit) -> Self {
+        Lent { guest: visit.guest().clone(), lender: Lender::Workspace { _visit: visit } }
+    }
+
+    /// What an error is to the caller: a stream that broke because the Sandbox ended says so.
     async fn told<T>(&self, result: Result<T, guest::Error>) -> Result<T, Problem> {
-        match result {
-            Ok(done) => Ok(done),
-            Err(error @ (guest::Error::Lost(_) | guest::Error::Unreachable(_))) => {
-                match self.session.sandbox_end(self.serving.activation, Duration::from_secs(2)).await {
-                    Some(ended) => Err(crate::session::Error::SandboxEnded(ended).into()),
-                    None => Err(error.into()),
-                }
-            }
-            Err(error) => Err(error.into()),
+        match (result, &self.lender) {
+            (Ok(done), _) => Ok(done),
+            (
+                Err(error @ (guest::Error::Lost(_) | guest::Error::Unreachable(_))),
+                Lender::Session { session, activation, .. },
+            ) => match session.sandbox_end(*activation, Duration::from_secs(2)).await {
+                Some(ended) => Err(crate::session::Error::SandboxEnded(ended).into()),
+                None => Err(error.into()),
+            },
+            (Err(error), _) => Err(error.into()),
+        }
+    }
+
+    /// The answer, with what is told beside it.
+    fn with(&self, answer: impl IntoResponse) -> Response {
+        match &self.lender {
+            Lender::Session { activation, .. } => with_activation(*activation, answer),
+            Lender::Workspace { .. } => answer.into_response(),
         }
     }
 }
+
+/// Whose files they are, found out when the request was looked at and not before: a Session may have to start for it.
+pub(super) trait Lending: Future<Output = Result<Lent, Problem>> + Send {}
+
+impl<F: Future<Output = Result<Lent, Problem>> + Send> Lending for F {}
 
 fn check_path(param: &str, path: &str) -> Result<(), Problem> {
     if path.is_empty() || path.len() > 4096 || path.contains('\0') {
@@ -135,17 +162,20 @@ async fn read(
     headers: HeaderMap,
     Query(at): Query<AtPath>,
 ) -> Result<Response, Problem> {
+    read_from(lend(&pepod, call, &which), headers, at).await
+}
+
+pub(super) async fn read_from(lend: impl Lending, headers: HeaderMap, at: AtPath) -> Result<Response, Problem> {
     check_path("path", &at.path)?;
-    let lent = lend(&pepod, call, &which).await?;
+    let lent = lend.await?;
     let text = |name: header::HeaderName| headers.get(name).and_then(|value| value.to_str().ok()).map(str::to_owned);
     let whole = |offset, length| proto::Read { path: at.path.clone(), offset, length, user: at.user.clone() };
-    let guest = &lent.serving.guest;
     let asked = text(header::RANGE);
     // A range depends on the size, so that is looked at first, and only then.
     let range = match &asked {
         None => None,
         Some(asked) => {
-            let (stat, look) = lent.told(guest.read(whole(0, Some(0))).await).await?;
+            let (stat, look) = lent.told(lent.guest.read(whole(0, Some(0))).await).await?;
             drop(look);
             match text(header::IF_RANGE) {
                 Some(tag) if tag != etag(&stat) => None,
@@ -154,10 +184,10 @@ async fn read(
         }
     };
     let (offset, length) = range.map_or((0, None), |(first, last)| (first, Some(last - first + 1)));
-    let (stat, download) = lent.told(guest.read(whole(offset, length)).await).await?;
+    let (stat, download) = lent.told(lent.guest.read(whole(offset, length)).await).await?;
     let tag = etag(&stat);
-    let answer = if text(header::IF_NONE_MATCH).is_some_and(|known| known == tag || known == "*") {
-        StatusCode::NOT_MODIFIED.into_response()
+    let mut answer = if text(header::IF_NONE_MATCH).is_some_and(|known| known == tag || known == "*") {
+        lent.with(StatusCode::NOT_MODIFIED)
     } else {
         // Files like those of /proc say 0 and have bytes all the same.
         let promised = match (range, stat.size) {
@@ -165,16 +195,13 @@ async fn read(
             (None, 0) => None,
             (None, size) => Some(size),
         };
-        let body = Body::from_stream(limited(download, promised, lent.serving.ticket));
-        let mut response = (
-            [
-                (header::CONTENT_TYPE, "application/octet-stream"),
-                (header::ACCEPT_RANGES, "bytes"),
-                (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-            ],
-            body,
-        )
-            .into_response();
+        let headers = [
+            (header::CONTENT_TYPE, "application/octet-stream"),
+            (header::ACCEPT_RANGES, "bytes"),
+            (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+        ];
+        let mut response = lent.with(headers);
+        *response.body_mut() = Body::from_stream(limited(download, promised, lent));
         if let Some(promised) = promised {
             response.headers_mut().insert(header::CONTENT_LENGTH, HeaderValue::from(promised));
         }
@@ -186,7 +213,6 @@ async fn read(
         }
         response
     };
-    let mut answer = with_activation(lent.serving.activation, answer);
     for (name, value) in [("etag", tag), ("pepo-file-mode", format!("{:04o}", stat.mode))] {
         if let Ok(value) = HeaderValue::try_from(value) {
             answer.headers_mut().insert(name, value);
@@ -199,10 +225,11 @@ async fn read(
 fn limited(
     download: Download,
     promised: Option<u64>,
-    ticket: Option<Ticket>,
+    lent: Lent,
 ) -> impl futures_util::Stream<Item = Result<Bytes, guest::Error>> + Send {
-    let state = (download, promised, ticket);
-    futures_util::stream::try_unfold(state, |(mut download, left, ticket)| async move {
+    // Whose it is is held until the last byte has passed.
+    let state = (download, promised, lent);
+    futures_util::stream::try_unfold(state, |(mut download, left, lent)| async move {
         if left == Some(0) {
             return Ok(None);
         }
@@ -212,7 +239,7 @@ fn limited(
                     bytes.truncate(usize::try_from(left).unwrap_or(usize::MAX));
                     left - bytes.len() as u64
                 });
-                Ok(Some((bytes, (download, left, ticket))))
+                Ok(Some((bytes, (download, left, lent))))
             }
             Some(Err(error)) => Err(error),
             None if left.is_none() => Ok(None),
@@ -229,6 +256,10 @@ async fn write(
     Query(query): Query<WriteFile>,
     request: Request,
 ) -> Result<Response, Problem> {
+    write_to(lend(&pepod, call, &which), query, request).await
+}
+
+pub(super) async fn write_to(lend: impl Lending, query: WriteFile, request: Request) -> Result<Response, Problem> {
     check_path("path", &query.path)?;
     let write = proto::Write {
         path: query.path,
@@ -236,10 +267,10 @@ async fn write(
         parents: query.parents.unwrap_or(true),
         user: query.user,
     };
-    let lent = lend(&pepod, call, &which).await?;
-    let upload = lent.told(lent.serving.guest.write(write).await).await?;
+    let lent = lend.await?;
+    let upload = lent.told(lent.guest.write(write).await).await?;
     pour(&lent, request.into_body(), upload).await?;
-    Ok(with_activation(lent.serving.activation, StatusCode::NO_CONTENT))
+    Ok(lent.with(StatusCode::NO_CONTENT))
 }
 
 /// A request's body into the guest. A body that breaks off cancels: half a file never appears.
@@ -258,11 +289,15 @@ async fn remove(
     Path(which): Path<String>,
     Query(query): Query<UnderPath>,
 ) -> Result<Response, Problem> {
+    remove_from(lend(&pepod, call, &which), query).await
+}
+
+pub(super) async fn remove_from(lend: impl Lending, query: UnderPath) -> Result<Response, Problem> {
     check_path("path", &query.path)?;
-    let lent = lend(&pepod, call, &which).await?;
+    let lent = lend.await?;
     let remove = proto::Remove { path: query.path, recursive: query.recursive.unwrap_or(false), user: query.user };
-    lent.told(lent.serving.guest.remove(remove).await).await?;
-    Ok(with_activation(lent.serving.activation, StatusCode::NO_CONTENT))
+    lent.told(lent.guest.remove(remove).await).await?;
+    Ok(lent.with(StatusCode::NO_CONTENT))
 }
 
 async fn stat(
@@ -271,10 +306,14 @@ async fn stat(
     Path(which): Path<String>,
     Query(at): Query<AtPath>,
 ) -> Result<Response, Problem> {
+    stat_of(lend(&pepod, call, &which), at).await
+}
+
+pub(super) async fn stat_of(lend: impl Lending, at: AtPath) -> Result<Response, Problem> {
     check_path("path", &at.path)?;
-    let lent = lend(&pepod, call, &which).await?;
-    let stat = lent.told(lent.serving.guest.stat(proto::Stat { path: at.path, user: at.user }).await).await?;
-    Ok(with_activation(lent.serving.activation, axum::Json(entry(stat))))
+    let lent = lend.await?;
+    let stat = lent.told(lent.guest.stat(proto::Stat { path: at.path, user: at.user }).await).await?;
+    Ok(lent.with(axum::Json(entry(stat))))
 }
 
 async fn list(
@@ -283,10 +322,14 @@ async fn list(
     Path(which): Path<String>,
     Query(at): Query<AtPath>,
 ) -> Result<Response, Problem> {
+    list_of(lend(&pepod, call, &which), at).await
+}
+
+pub(super) async fn list_of(lend: impl Lending, at: AtPath) -> Result<Response, Problem> {
     check_path("path", &at.path)?;
-    let lent = lend(&pepod, call, &which).await?;
+    let lent = lend.await?;
     let asked = proto::List { path: at.path, user: at.user };
-    let listing = lent.told(lent.serving.guest.list(asked, MOST_ENTRIES).await).await?;
+    let listing = lent.told(lent.guest.list(asked, MOST_ENTRIES).await).await?;
     if listing.more {
         let message = format!("the directory has more than {MOST_ENTRIES} entries");
         return Err(Problem::from(
@@ -297,7 +340,7 @@ async fn list(
     }
     let mut entries: Vec<_> = listing.entries.into_iter().map(entry).collect();
     entries.sort_by(|a, b| a.name.cmp(&b.name));
-    Ok(with_activation(lent.serving.activation, axum::Json(FileList { entries })))
+    Ok(lent.with(axum::Json(FileList { entries })))
 }
 
 /// An entry as the API shows it. The guest chose the name; JSON carries any text.
@@ -331,8 +374,8 @@ async fn watch(
     check_path("path", &query.path)?;
     let lent = lend(&pepod, call, &which).await?;
     let asked = proto::Watch { path: query.path, recursive: query.recursive.unwrap_or(false), user: query.user };
-    let watching = lent.told(lent.serving.guest.watch(asked).await).await?;
-    let activation = lent.serving.activation;
+    let watching = lent.told(lent.guest.watch(asked).await).await?;
+    let answer = lent.with(());
     // The first line tells that the watch stands: changes from here on are seen.
     let state = (watching, lent, true);
     let changes = futures_util::stream::unfold(state, |(mut watching, lent, first)| async move {
@@ -356,7 +399,9 @@ async fn watch(
         };
         Some((Ok(bytes), (watching, lent, false)))
     });
-    Ok(with_activation(activation, events::sse(changes)))
+    let mut response = events::sse(changes).into_response();
+    response.headers_mut().extend(answer.into_parts().0.headers);
+    Ok(response)
 }
 
 async fn make(
@@ -365,6 +410,10 @@ async fn make(
     Path(which): Path<String>,
     Json(body): Json<MakeFile>,
 ) -> Result<Response, Problem> {
+    make_in(lend(&pepod, call, &which), body).await
+}
+
+pub(super) async fn make_in(lend: impl Lending, body: MakeFile) -> Result<Response, Problem> {
     check_path("path", &body.path)?;
     let kind = match (body.kind, body.target) {
         (FileKind::Directory, None) => proto::MakeKind::Directory,
@@ -385,9 +434,9 @@ async fn make(
         parents: body.parents,
         user: body.user,
     };
-    let lent = lend(&pepod, call, &which).await?;
-    lent.told(lent.serving.guest.make(make).await).await?;
-    Ok(with_activation(lent.serving.activation, StatusCode::NO_CONTENT))
+    let lent = lend.await?;
+    lent.told(lent.guest.make(make).await).await?;
+    Ok(lent.with(StatusCode::NO_CONTENT))
 }
 
 async fn rename(
@@ -396,12 +445,16 @@ async fn rename(
     Path(which): Path<String>,
     Json(body): Json<RenameFile>,
 ) -> Result<Response, Problem> {
+    rename_in(lend(&pepod, call, &which), body).await
+}
+
+pub(super) async fn rename_in(lend: impl Lending, body: RenameFile) -> Result<Response, Problem> {
     check_path("from", &body.from)?;
     check_path("to", &body.to)?;
-    let lent = lend(&pepod, call, &which).await?;
+    let lent = lend.await?;
     let rename = proto::Rename { from: body.from, to: body.to, user: body.user };
-    lent.told(lent.serving.guest.rename(rename).await).await?;
-    Ok(with_activation(lent.serving.activation, StatusCode::NO_CONTENT))
+    lent.told(lent.guest.rename(rename).await).await?;
+    Ok(lent.with(StatusCode::NO_CONTENT))
 }
 
 async fn tar_read(
@@ -410,11 +463,16 @@ async fn tar_read(
     Path(which): Path<String>,
     Query(at): Query<AtPath>,
 ) -> Result<Response, Problem> {
+    tar_of(lend(&pepod, call, &which), at, "application/x-tar").await
+}
+
+pub(super) async fn tar_of(lend: impl Lending, at: AtPath, kind: &'static str) -> Result<Response, Problem> {
     check_path("path", &at.path)?;
-    let lent = lend(&pepod, call, &which).await?;
-    let download = lent.told(lent.serving.guest.tar_out(proto::TarOut { path: at.path, user: at.user }).await).await?;
-    let body = Body::from_stream(limited(download, None, lent.serving.ticket));
-    Ok(with_activation(lent.serving.activation, ([(header::CONTENT_TYPE, "application/x-tar")], body)))
+    let lent = lend.await?;
+    let download = lent.told(lent.guest.tar_out(proto::TarOut { path: at.path, user: at.user }).await).await?;
+    let mut response = lent.with([(header::CONTENT_TYPE, kind)]);
+    *response.body_mut() = Body::from_stream(limited(download, None, lent));
+    Ok(response)
 }
 
 async fn tar_write(
@@ -424,11 +482,15 @@ async fn tar_write(
     Query(at): Query<AtPath>,
     request: Request,
 ) -> Result<Response, Problem> {
+    tar_into(lend(&pepod, call, &which), at, request).await
+}
+
+pub(super) async fn tar_into(lend: impl Lending, at: AtPath, request: Request) -> Result<Response, Problem> {
     check_path("path", &at.path)?;
-    let lent = lend(&pepod, call, &which).await?;
-    let upload = lent.told(lent.serving.guest.tar_in(proto::TarIn { path: at.path, user: at.user }).await).await?;
+    let lent = lend.await?;
+    let upload = lent.told(lent.guest.tar_in(proto::TarIn { path: at.path, user: at.user }).await).await?;
     pour(&lent, request.into_body(), upload).await?;
-    Ok(with_activation(lent.serving.activation, StatusCode::NO_CONTENT))
+    Ok(lent.with(StatusCode::NO_CONTENT))
 }
 
 async fn dial(
@@ -448,14 +510,17 @@ async fn dial(
     }
     let lent = lend(&pepod, call, &which).await?;
     // A Service that this very request may have brought up gets the time to listen.
-    lent.session.services().up(port, pepod.start_within()).await;
-    let dialed = match lent.serving.guest.dial(port).await {
+    if let Lender::Session { session, .. } = &lent.lender {
+        session.services().up(port, pepod.start_within()).await;
+    }
+    let dialed = match lent.guest.dial(port).await {
         Err(guest::Error::Failed(failure)) if failure.code == proto::FailureCode::Refused => {
             return Err(Problem::new(ErrorCode::GuestFailed, format!("nothing listens on port {port} in the guest")));
         }
         other => lent.told(other).await?,
     };
-    let activation = lent.serving.activation;
+    let headers = [(header::CONNECTION, "upgrade"), (header::UPGRADE, DIAL_UPGRADE)];
+    let answer = lent.with((StatusCode::SWITCHING_PROTOCOLS, headers));
     let upgrading = hyper::upgrade::on(&mut request);
     let lent = Arc::new(lent);
     tokio::spawn(async move {
@@ -474,8 +539,7 @@ async fn dial(
         }
         drop(lent);
     });
-    let headers = [(header::CONNECTION, "upgrade"), (header::UPGRADE, DIAL_UPGRADE)];
-    Ok(with_activation(activation, (StatusCode::SWITCHING_PROTOCOLS, headers)))
+    Ok(answer)
 }
 
 #[cfg(test)]

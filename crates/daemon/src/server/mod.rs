@@ -25,6 +25,7 @@ mod session;
 mod settings;
 mod token;
 mod usage;
+mod volumes;
 mod workspace;
 
 use std::sync::Arc;
@@ -51,6 +52,8 @@ use crate::Pepod;
 use crate::capacity::Full;
 use crate::session::Error;
 use crate::store::{self, Actor, Name};
+use crate::workspace::Connection;
+use volumes::Local;
 
 pub use extract::{Json, Query};
 pub use feed::Streams;
@@ -392,15 +395,18 @@ pub async fn serve(pepod: Pepod, listener: Listener, socket: UnixListener) {
             tracing::warn!(peer, wanted = uid, "a stranger on the edge's socket");
             continue;
         }
+        // Whose rights a directory of the host is lent with is asked of the caller's own connection.
+        let local = Local(match listener {
+            Listener::Operator => Connection::of(&stream).ok(),
+            Listener::Edge { .. } => None,
+        });
         let (pepod, router) = (pepod.clone(), router.clone());
         tokio::spawn(async move {
             let service = hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {
                 let (pepod, router) = (pepod.clone(), router.clone());
-                async move {
-                    Ok::<_, std::convert::Infallible>(
-                        answer(pepod, router, listener, peer, request.map(Body::new)).await,
-                    )
-                }
+                let mut request = request.map(Body::new);
+                request.extensions_mut().insert(local.clone());
+                async move { Ok::<_, std::convert::Infallible>(answer(pepod, router, listener, peer, request).await) }
             });
             let served = hyper::server::conn::http1::Builder::new()
                 .timer(TokioTimer::new())

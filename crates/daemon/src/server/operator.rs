@@ -191,7 +191,7 @@ async fn backup(State(pepod): State<Pepod>) -> Result<Response, Problem> {
     tokio::task::spawn_blocking(move || {
         let (_only, _busy) = (only, busy);
         let out = std::io::BufWriter::with_capacity(PIECE, Pieces(sender.clone()));
-        if let Err(error) = crate::backup::create(pepod.store(), &pepod.config().places, out) {
+        if let Err(error) = crate::backup::create(pepod.workspaces(), &pepod.config().places, out) {
             let text = format!("{error:#}");
             tracing::error!(error = text, "a backup broke off");
             // Where its caller went away there is nobody to tell.

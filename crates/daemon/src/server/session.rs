@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use axum::Extension;
 use axum::body::Body;
 use axum::extract::{Path, State};
 use axum::response::{IntoResponse, Response};
@@ -14,6 +15,7 @@ use pepo_api::{
 
 use super::once::{self, Asked};
 use super::settings;
+use super::volumes::{self, Local};
 use super::{Call, Json, Problem, Query, Routes};
 use crate::session::state::Cause;
 use crate::session::{Error, Found, NewSession, Opened, Published, Services, Session as Handle};
@@ -67,6 +69,9 @@ async fn open(
     Json(body): Json<CreateSession>,
 ) -> Result<Response, Problem> {
     settings::check_key(&key)?;
+    if body.volumes.as_ref().is_some_and(|volumes| !volumes.is_empty()) {
+        return Err(Problem::invalid("volumes", "directories of the host are lent to a new Session, not to a key's"));
+    }
     let if_terminated = body.if_terminated.unwrap_or(IfTerminated::Replace);
     let asked = CreateSession { if_terminated: None, ..body };
     let mut new = settings::checked(&pepod, call, asked.clone())?;
@@ -96,11 +101,17 @@ async fn same_secrets(pepod: &Pepod, session: &Handle, asked: &CreateSession) ->
     }
 }
 
-async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateSession>) -> Result<Response, Problem> {
+async fn create(
+    State(pepod): State<Pepod>,
+    Extension(local): Extension<Local>,
+    call: Call,
+    asked: Asked<CreateSession>,
+) -> Result<Response, Problem> {
     let Asked { body, once } = asked;
     if body.if_terminated.is_some() {
         return Err(Problem::invalid("if_terminated", "if_terminated is for PUT /v1/sessions/by-key/{key}"));
     }
+    let volumes = body.volumes.clone().unwrap_or_default();
     let new = settings::checked(&pepod, call, body)?;
     let find = move |pepod: Pepod, id: SessionId| async move {
         // It may have ended since: its record says so.
@@ -112,8 +123,16 @@ async fn create(State(pepod): State<Pepod>, call: Call, asked: Asked<CreateSessi
         })
     };
     let make = move |pepod: Pepod, id| async move {
-        let session = pepod.sessions().create(NewSession { id, ..new }).await?;
-        Ok(opened(&session, StatusCode::CREATED))
+        let mut new = NewSession { id, ..new };
+        new.spec.volumes = volumes::lend(&pepod, &local, volumes, new.workspace.is_some()).await?;
+        let lent = new.spec.volumes.clone();
+        match pepod.sessions().create(new).await {
+            Ok(session) => Ok(opened(&session, StatusCode::CREATED)),
+            Err(error) => {
+                pepod.workspaces().give_back(&lent).await;
+                Err(error.into())
+            }
+        }
     };
     once::run(&pepod, call, &route::session_create, once, SessionId::generate(), find, make).await
 }
@@ -408,6 +427,7 @@ pub(super) fn shown(session: &Handle, now: &Published) -> Session {
         network_used: None,
         workspace: now.spec.workspace.as_ref().map(in_use),
         persist: now.spec.persist.clone(),
+        volumes: now.spec.volumes.iter().map(|lent| lent.volume.clone()).collect(),
         env: now.spec.env.clone(),
         secret_names: now.spec.secrets.iter().cloned().collect(),
         labels: now.spec.labels.clone(),
@@ -445,6 +465,7 @@ fn shown_row(row: SessionRow) -> Session {
         network_used: None,
         workspace: row.spec.workspace.as_ref().map(in_use),
         persist: row.spec.persist,
+        volumes: row.spec.volumes.into_iter().map(|lent| lent.volume).collect(),
         env: row.spec.env,
         secret_names: row.spec.secrets.into_iter().collect(),
         labels: row.spec.labels,

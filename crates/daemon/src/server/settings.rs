@@ -32,6 +32,8 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         workspace,
         reactivate,
         persist,
+        // Of a local caller, who is asked with the connection at hand.
+        volumes: _,
         secrets,
         setup,
         services,
@@ -100,6 +102,7 @@ pub(super) fn checked(pepod: &Pepod, call: Call, body: CreateSession) -> Result<
         network,
         workspace: None,
         persist,
+        volumes: Vec::new(),
     };
     let expires_at = expires_seconds.and_then(expiry);
     Ok(NewSession { id: SessionId::generate(), app: call.app, spec, expires_at, workspace, secrets })

@@ -1,14 +1,17 @@
 //! Routes of Workspaces.
 
-use axum::extract::{Path, State};
+use axum::extract::{Path, Request, State};
 use axum::response::{IntoResponse, Response};
-use http::{HeaderValue, StatusCode, header};
-use pepo_api::query::{ListWorkspaces, RemoveWorkspace};
+use http::{HeaderMap, HeaderValue, StatusCode, header};
+use pepo_api::query::{AtPath, ListWorkspaces, RemoveWorkspace, UnderPath, WriteFile};
 use pepo_api::{
-    CreateWorkspace, ErrorCode, Page, Reason, RemovedWorkspace, SessionId, UpdateWorkspace, Workspace, WorkspaceId,
-    WorkspaceUsage, route,
+    CreateWorkspace, ErrorCode, MakeFile, Page, Reason, RemovedWorkspace, RenameFile, SessionId, UpdateWorkspace,
+    Workspace, WorkspaceId, WorkspaceUsage, route,
 };
+use pepo_sandbox::jail::Access;
+use pepo_sandbox::share::Archive;
 
+use super::files::{self, Lent};
 use super::once::{self, Asked};
 use super::settings::{check_labels, check_name};
 use super::{Call, Json, Problem, Query, Routes};
@@ -23,6 +26,17 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::workspace_show, show);
     routes.route(&route::workspace_update, update);
     routes.route(&route::workspace_remove, remove);
+    routes.route(&route::workspace_file_read, file_read);
+    routes.route(&route::workspace_file_write, file_write);
+    routes.route(&route::workspace_file_remove, file_remove);
+    routes.route(&route::workspace_file_stat, file_stat);
+    routes.route(&route::workspace_file_list, file_list);
+    routes.route(&route::workspace_file_make, file_make);
+    routes.route(&route::workspace_file_rename, file_rename);
+    routes.route(&route::workspace_tar_read, tar_read);
+    routes.route(&route::workspace_tar_write, tar_write);
+    routes.route(&route::workspace_export, export);
+    routes.route(&route::workspace_import, import);
 }
 
 impl From<Error> for Problem {
@@ -41,7 +55,7 @@ impl From<Error> for Problem {
             Error::Store(error) if error.is_an_answer() => crate::session::Error::from(error).into(),
             Error::Store(error @ crate::store::Error::Closed) => crate::session::Error::from(error).into(),
             Error::Host(error @ pepo_sandbox::host::Error::Lost) => crate::session::Error::Host(error).into(),
-            Error::Store(_) | Error::Host(_) => {
+            Error::Store(_) | Error::Host(_) | Error::NotRestored(_) => {
                 tracing::error!(error = text, "a request about a Workspace failed by a fault of ours");
                 Problem::new(ErrorCode::Internal, text)
             }
@@ -225,4 +239,139 @@ async fn remove(
     let removed =
         removing.await.map_err(|_| Problem::new(ErrorCode::Internal, "the removal broke off; see the log"))?;
     Ok(axum::Json(removed?).into_response())
+}
+
+/// The Workspace's files, for one request that reads or writes.
+async fn visit(pepod: &Pepod, call: Call, which: &str, access: Access, archive: Archive) -> Result<Lent, Problem> {
+    let row = pepod.workspaces().find(call.app, which).await?;
+    Ok(Lent::workspace(pepod.workspaces().visit(&row, access, archive).await?))
+}
+
+async fn reading(pepod: &Pepod, call: Call, which: &str) -> Result<Lent, Problem> {
+    visit(pepod, call, which, Access::ReadOnly, Archive::Plain).await
+}
+
+async fn writing(pepod: &Pepod, call: Call, which: &str) -> Result<Lent, Problem> {
+    visit(pepod, call, which, Access::Writable, Archive::Plain).await
+}
+
+/// All of a Workspace.
+fn top() -> AtPath {
+    AtPath { path: "/".to_owned(), user: None }
+}
+
+/// Files that no guest serves have no user to act as: what is made belongs to the guest's usual one.
+fn nobody(user: Option<&String>) -> Result<(), Problem> {
+    match user {
+        Some(_) => Err(Problem::invalid("user", "a Workspace without a Session knows no users")),
+        None => Ok(()),
+    }
+}
+
+async fn file_read(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    headers: HeaderMap,
+    Query(at): Query<AtPath>,
+) -> Result<Response, Problem> {
+    nobody(at.user.as_ref())?;
+    files::read_from(reading(&pepod, call, &which), headers, at).await
+}
+
+async fn file_write(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(query): Query<WriteFile>,
+    request: Request,
+) -> Result<Response, Problem> {
+    nobody(query.user.as_ref())?;
+    files::write_to(writing(&pepod, call, &which), query, request).await
+}
+
+async fn file_remove(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(query): Query<UnderPath>,
+) -> Result<Response, Problem> {
+    nobody(query.user.as_ref())?;
+    files::remove_from(writing(&pepod, call, &which), query).await
+}
+
+async fn file_stat(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(at): Query<AtPath>,
+) -> Result<Response, Problem> {
+    nobody(at.user.as_ref())?;
+    files::stat_of(reading(&pepod, call, &which), at).await
+}
+
+async fn file_list(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(at): Query<AtPath>,
+) -> Result<Response, Problem> {
+    nobody(at.user.as_ref())?;
+    files::list_of(reading(&pepod, call, &which), at).await
+}
+
+async fn file_make(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Json(body): Json<MakeFile>,
+) -> Result<Response, Problem> {
+    nobody(body.user.as_ref())?;
+    files::make_in(writing(&pepod, call, &which), body).await
+}
+
+async fn file_rename(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Json(body): Json<RenameFile>,
+) -> Result<Response, Problem> {
+    nobody(body.user.as_ref())?;
+    files::rename_in(writing(&pepod, call, &which), body).await
+}
+
+async fn tar_read(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(at): Query<AtPath>,
+) -> Result<Response, Problem> {
+    nobody(at.user.as_ref())?;
+    files::tar_of(reading(&pepod, call, &which), at, "application/x-tar").await
+}
+
+async fn tar_write(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    Query(at): Query<AtPath>,
+    request: Request,
+) -> Result<Response, Problem> {
+    nobody(at.user.as_ref())?;
+    files::tar_into(writing(&pepod, call, &which), at, request).await
+}
+
+async fn export(State(pepod): State<Pepod>, call: Call, Path(which): Path<String>) -> Result<Response, Problem> {
+    let whole = visit(&pepod, call, &which, Access::ReadOnly, Archive::Whole);
+    files::tar_of(whole, top(), "application/zstd").await
+}
+
+async fn import(
+    State(pepod): State<Pepod>,
+    call: Call,
+    Path(which): Path<String>,
+    request: Request,
+) -> Result<Response, Problem> {
+    let whole = visit(&pepod, call, &which, Access::Writable, Archive::Whole);
+    files::tar_into(whole, top(), request).await
 }

@@ -97,7 +97,7 @@ async fn attempt(
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
     let spec = session.now().spec;
-    let mounts = match &spec.workspace {
+    let mut mounts = match &spec.workspace {
         Some(used) => {
             tokio::select! {
                 biased;
@@ -108,6 +108,7 @@ async fn attempt(
         }
         None => Vec::new(),
     };
+    mounts.extend(inner.workspaces.mount_lent(&spec.volumes));
     let (warm, committed, base) = match from {
         // What it used while it waited is nobody's.
         From::Warm { warm, committed } => {

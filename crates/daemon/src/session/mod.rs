@@ -33,7 +33,7 @@ use pepo_api::{Ended, ImageId, SandboxId, ServiceSpec, Setup};
 use pepo_sandbox::StatePath;
 use serde::{Deserialize, Serialize};
 
-use crate::workspace::Use;
+use crate::workspace::{Lent, Use};
 use handle::Ask;
 use state::{Cause, Lives};
 
@@ -98,6 +98,9 @@ pub struct Spec {
     /// Paths kept in it.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub persist: Vec<String>,
+    /// Directories of the host that it was lent.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub volumes: Vec<Lent>,
 }
 
 impl Spec {

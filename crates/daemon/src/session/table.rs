@@ -21,7 +21,7 @@ use crate::network::{Counts, Reach};
 use crate::pool::{Claimed, Pool, Shape};
 use crate::secrets::{Secrets, Vault};
 use crate::store::{self, Counted, SessionRow, Store, Write};
-use crate::workspace::{Use, Workspaces};
+use crate::workspace::{Lent, Use, Workspaces};
 
 /// What a new Session needs to be made.
 #[derive(Debug)]
@@ -246,6 +246,7 @@ impl Sessions {
             None => None,
         };
         let used = spec.workspace.clone();
+        let lent = spec.volumes.clone();
         let published = Published {
             generation: 1,
             state: State::Requested,
@@ -260,7 +261,7 @@ impl Sessions {
         };
         let (session, asks) = self.handle(id, app, store::now(), published);
         if let Err(error) = self.seal(id, &secrets).await {
-            self.unchoose(app, used).await;
+            self.unchoose(app, used, &lent).await;
             return Err(error);
         }
         let row = Box::new(session.row());
@@ -269,7 +270,7 @@ impl Sessions {
             None => {
                 if let Err(error) = self.0.store.write(Write::NewSession(row)).await {
                     forget();
-                    self.unchoose(app, used).await;
+                    self.unchoose(app, used, &lent).await;
                     return Err(error.into());
                 }
             }
@@ -282,7 +283,7 @@ impl Sessions {
                         // Whose it is now is not known.
                         room.discard().await;
                     }
-                    self.unchoose(app, used).await;
+                    self.unchoose(app, used, &lent).await;
                     return Err(error.into());
                 }
             },
@@ -294,7 +295,8 @@ impl Sessions {
     }
 
     /// No Session came of it: what was recorded as its own goes.
-    async fn unchoose(&self, app: AppId, used: Option<Use>) {
+    async fn unchoose(&self, app: AppId, used: Option<Use>, lent: &[Lent]) {
+        self.0.workspaces.give_back(lent).await;
         if let Some(used) = used {
             self.0.workspaces.session_ended(app, &Use { keep: false, ..used }).await;
         }

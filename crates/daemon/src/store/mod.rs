@@ -184,6 +184,13 @@ pub enum Write {
     Workspace(Box<WorkspaceRow>),
     /// The Workspace, larger than it was. Refused where there is no room.
     GrowWorkspace(Box<WorkspaceRow>, Budget),
+    /// Workspaces were there for so long, up to that time (milliseconds).
+    WorkspaceTime {
+        /// When it is.
+        at: i64,
+        /// How long it has been since the last time.
+        milliseconds: i64,
+    },
     /// That Workspace is gone.
     DropWorkspace(pepo_api::WorkspaceId),
     /// A command that was asked for.
@@ -292,7 +299,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION, token::MIGRATION];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION, token::MIGRATION, workspace::USAGE];
 
 /// The schema that this release makes.
 #[allow(clippy::cast_possible_truncation, reason = "there are a few")]
@@ -594,6 +601,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::NewWorkspace(row, budget) => workspace::insert(transaction, row, *budget),
         Write::Workspace(row) => workspace::update(transaction, row),
         Write::GrowWorkspace(row, budget) => workspace::grow(transaction, row, *budget),
+        Write::WorkspaceTime { at, milliseconds } => workspace::passed(transaction, *at, *milliseconds),
         Write::DropWorkspace(id) => workspace::remove(transaction, *id),
         Write::NewCommand(row) => command::insert(transaction, row),
         Write::CountedCommand(row) => {
@@ -631,6 +639,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             event::prune(transaction, View::Feed, *feed)?;
             event::prune(transaction, View::Audit, *audit)?;
             // What was billed can be looked up for as long as who asked for it.
+            workspace::prune_usage(transaction, audit.before)?;
             usage::prune(transaction, audit.before)
         }
     }

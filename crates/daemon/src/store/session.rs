@@ -317,6 +317,7 @@ pub(super) mod tests {
                 network: pepo_api::NetworkSpec::default(),
                 workspace: None,
                 persist: Vec::new(),
+                volumes: Vec::new(),
             },
             state: SessionState::Requested,
             generation: 1,

@@ -221,7 +221,7 @@ impl Store {
             let parameters = named_params! {
                 ":from": from, ":to": to, ":app": app.map(|app| app.to_string()), ":label": label
             };
-            connection
+            let mut groups: Vec<UsageGroup> = connection
                 .prepare_cached(&sql)?
                 .query_map(parameters, |row| {
                     let number = |index: usize| row.get::<_, i64>(index).map(|number| number.max(0) as u64);
@@ -239,10 +239,20 @@ impl Store {
                             activations: number(9)?,
                             sent_bytes: number(10)?,
                             received_bytes: number(11)?,
+                            ..Amounts::default()
                         },
                     })
                 })?
-                .collect()
+                .collect::<Result<_, _>>()?;
+            for (key, mib_ms) in super::workspace::used(connection, app, (from, to), &group_by)? {
+                let amounts = Amounts { workspace_allocated_mib_ms: mib_ms, ..Amounts::default() };
+                match groups.iter_mut().find(|group| group.key == key) {
+                    Some(group) => group.amounts += amounts,
+                    None => groups.push(UsageGroup { key, amounts }),
+                }
+            }
+            groups.sort_by(|a, b| a.key.cmp(&b.key));
+            Ok(groups)
         })
         .await
     }

@@ -3,8 +3,9 @@
 use std::collections::BTreeMap;
 
 use pepo_api::{AppId, SessionId, WorkspaceId};
-use rusqlite::{OptionalExtension, Row, Transaction, named_params, params};
+use rusqlite::{Connection, OptionalExtension, Row, Transaction, named_params, params};
 
+use super::usage::{GroupBy, SLICE_MS};
 use super::{Error, Store, id, json, millis, time, to_json};
 
 /// The tables.
@@ -17,6 +18,13 @@ pub(super) const MIGRATION: &str = "
     CREATE UNIQUE INDEX workspace_names ON workspaces(app_id, name) WHERE name IS NOT NULL;
     CREATE INDEX workspace_sessions ON workspaces(session_id) WHERE session_id IS NOT NULL;
     CREATE TABLE tree_owners (app_id TEXT PRIMARY KEY, number INTEGER NOT NULL UNIQUE) STRICT, WITHOUT ROWID;
+";
+
+/// What Workspaces may fill, times how long, by App and slice of time.
+pub(super) const USAGE: &str = "
+    CREATE TABLE workspace_usage (
+        app_id TEXT NOT NULL, slice INTEGER NOT NULL, mib_ms INTEGER NOT NULL, PRIMARY KEY (app_id, slice)
+    ) STRICT, WITHOUT ROWID;
 ";
 
 /// A Workspace as it is stored.
@@ -155,6 +163,48 @@ fn put(transaction: &Transaction<'_>, row: &WorkspaceRow, sql: &str) -> Result<(
 pub(super) fn remove(transaction: &Transaction<'_>, id: WorkspaceId) -> Result<(), Error> {
     transaction.prepare_cached("DELETE FROM workspaces WHERE id = ?1")?.execute([id.to_string()])?;
     Ok(())
+}
+
+/// Adds what all of them may fill to the slice of time that `at` (milliseconds since 1970) is in, for so long as has passed.
+pub(super) fn passed(transaction: &Transaction<'_>, at: i64, milliseconds: i64) -> Result<(), Error> {
+    transaction
+        .prepare_cached(
+            "INSERT INTO workspace_usage (app_id, slice, mib_ms)
+             SELECT app_id, ?1, sum(size_mib) * ?2 FROM workspaces WHERE directory IS NULL GROUP BY app_id
+             ON CONFLICT (app_id, slice) DO UPDATE SET mib_ms = mib_ms + excluded.mib_ms",
+        )?
+        .execute(params![at - at.rem_euclid(SLICE_MS), milliseconds])?;
+    Ok(())
+}
+
+pub(super) fn prune_usage(transaction: &Transaction<'_>, before: i64) -> Result<(), Error> {
+    transaction.execute("DELETE FROM workspace_usage WHERE slice < ?1", [before])?;
+    Ok(())
+}
+
+/// What was added in slices that began in `from..to`, by the part of a report that it belongs to.
+pub(super) fn used(
+    connection: &Connection,
+    app: Option<AppId>,
+    (from, to): (i64, i64),
+    group_by: &GroupBy,
+) -> Result<Vec<(Option<String>, u64)>, rusqlite::Error> {
+    let part = match group_by {
+        GroupBy::App => "app_id",
+        GroupBy::Day => "date(slice / 1000, 'unixepoch')",
+        // No Session's, and nobody labelled.
+        GroupBy::All | GroupBy::Session | GroupBy::Label(_) => "NULL",
+    };
+    let sql = format!(
+        "SELECT {part} AS part, sum(mib_ms) FROM workspace_usage
+         WHERE slice >= ?1 AND slice < ?2 AND (?3 IS NULL OR app_id = ?3) GROUP BY part"
+    );
+    connection
+        .prepare_cached(&sql)?
+        .query_map(params![from, to, app.map(|app| app.to_string())], |row| {
+            Ok((row.get(0)?, row.get::<_, i64>(1)?.max(0) as u64))
+        })?
+        .collect()
 }
 
 fn read(row: &Row<'_>) -> Result<WorkspaceRow, rusqlite::Error> {
@@ -296,5 +346,30 @@ mod tests {
         assert_eq!(rest.iter().map(|row| row.id).collect::<Vec<_>>(), [one.id]);
         store.write(Write::DropWorkspace(one.id)).await.expect("dropped");
         assert_eq!(store.all_workspaces().await.expect("read").len(), 1);
+    }
+
+    #[tokio::test]
+    async fn what_may_be_filled_is_counted_by_time_and_belongs_to_an_app() {
+        let directory = tempfile::tempdir().expect("directory");
+        let store = Store::open(&directory.path().join("pepo.db")).expect("store");
+        let app = store.default_app().expect("app");
+        let budget = Budget { most_mib: None };
+        for size_mib in [60, 40] {
+            store.write(Write::NewWorkspace(Box::new(row(app, None, size_mib)), budget)).await.expect("written");
+        }
+        let day = 86_400_000;
+        for at in [5, SLICE_MS + 5, day + 5] {
+            store.write(Write::WorkspaceTime { at, milliseconds: 1000 }).await.expect("counted");
+        }
+        let report = async |to, by| store.usage(Some(app), 0, to, by).await.expect("report");
+        let amounts = |groups: Vec<pepo_api::UsageGroup>| {
+            groups.into_iter().map(|group| (group.key, group.amounts.workspace_allocated_mib_ms)).collect::<Vec<_>>()
+        };
+        assert_eq!(amounts(report(2 * day, GroupBy::All).await), [(None, 300_000)]);
+        assert_eq!(amounts(report(SLICE_MS, GroupBy::All).await), [(None, 100_000)]);
+        assert_eq!(amounts(report(2 * day, GroupBy::App).await), [(Some(app.to_string()), 300_000)]);
+        let days = amounts(report(2 * day, GroupBy::Day).await);
+        assert_eq!(days, [(Some("1970-01-01".into()), 200_000), (Some("1970-01-02".into()), 100_000)]);
+        assert_eq!(amounts(report(2 * day, GroupBy::Session).await), [(None, 300_000)], "no Session's");
     }
 }

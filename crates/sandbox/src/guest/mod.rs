@@ -311,7 +311,10 @@ impl Guest {
         permit: OwnedSemaphorePermit,
     ) -> Result<Talk, Error> {
         let deadlines = self.0.deadlines;
-        let leaving = Leaving::of(&operation);
+        let leaving = match self.0.connector.is_alone() {
+            true => Leaving::Close,
+            false => Leaving::of(&operation),
+        };
         let request = Request { op, operation };
         let (reader, mut writer) = halves(stream, &request);
         writer.queue(Frame::Request(request))?;

@@ -46,6 +46,8 @@ enum Way {
     Socket(PathBuf),
     /// A descriptor connected to the VMM's vsock socket, on which a port is then asked for.
     Vsock(Box<dyn Fn() -> Dialling + Send + Sync>),
+    /// A descriptor connected to a process that answers one operation and ends.
+    Alone(Box<dyn Fn() -> Dialling + Send + Sync>),
     /// A descriptor connected to the agent itself.
     #[cfg(feature = "fake")]
     Direct(Box<dyn Fn() -> Dialling + Send + Sync>),
@@ -67,6 +69,20 @@ impl Connector {
         Connector(Arc::new(Way::Vsock(Box::new(move || Box::pin(dial())))))
     }
 
+    /// No agent at all, but a process for each operation, which ends with it: `dial` returns a stream connected to a new one.
+    pub fn alone<F, D>(dial: F) -> Self
+    where
+        F: Fn() -> D + Send + Sync + 'static,
+        D: Future<Output = io::Result<OwnedFd>> + Send + 'static,
+    {
+        Connector(Arc::new(Way::Alone(Box::new(move || Box::pin(dial())))))
+    }
+
+    /// Whether each stream is another process: there is nobody to tell on one what becomes of another.
+    pub(super) fn is_alone(&self) -> bool {
+        matches!(*self.0, Way::Alone(_))
+    }
+
     /// An agent that is a host process behind the wall: `dial` returns a stream connected to it.
     #[cfg(feature = "fake")]
     pub fn direct<F, D>(dial: F) -> Self
@@ -81,6 +97,11 @@ impl Connector {
     pub(super) async fn connect(&self) -> io::Result<UnixStream> {
         match &*self.0 {
             Way::Socket(path) => UnixStream::connect(path).await,
+            Way::Alone(dial) => {
+                let stream = std::os::unix::net::UnixStream::from(dial().await?);
+                stream.set_nonblocking(true)?;
+                UnixStream::from_std(stream)
+            }
             #[cfg(feature = "fake")]
             Way::Direct(dial) => {
                 let stream = std::os::unix::net::UnixStream::from(dial().await?);
@@ -104,6 +125,7 @@ impl std::fmt::Debug for Connector {
         match &*self.0 {
             Way::Socket(path) => write!(f, "Connector({})", path.display()),
             Way::Vsock(_) => f.write_str("Connector(vsock)"),
+            Way::Alone(_) => f.write_str("Connector(alone)"),
             #[cfg(feature = "fake")]
             Way::Direct(_) => f.write_str("Connector(direct)"),
         }

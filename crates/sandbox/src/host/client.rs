@@ -6,6 +6,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -20,9 +21,10 @@ use super::{Error, Found, Leftover, Link, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::guest::{Connector, Guest};
 use crate::id::{SLOTS, SandboxId, Slot, VolumeId};
+use crate::jail::Access;
 use crate::net::{Opened, Policy, Traffic};
 use crate::plan::Plan;
-use crate::share::SharePlan;
+use crate::share::{SharePlan, VisitPlan};
 use crate::volume::{VolumePlan, VolumeUsage};
 
 /// Requests that may wait for answers at once; each is at most one thread on the other side.
@@ -216,6 +218,43 @@ impl Host {
         match self.ask_with("share", Request::Share { id, plan: Box::new(plan) }, vec![stream], SLOW).await? {
             (Reply::Done, fds) => Keeper::new("share", fds),
             _ => Err(Error::Confused { what: "share" }),
+        }
+    }
+
+    /// Takes a directory of this host as a tree, with the rights of whoever is at the other end of that connection, until
+    /// [`Host::volume_remove`], which removes nothing of it, or until either of us ends.
+    ///
+    /// # Errors
+    /// [`Refusal::Invalid`] says why it is not lent.
+    pub async fn lend(
+        &self,
+        volume: VolumeId,
+        path: PathBuf,
+        access: Access,
+        connection: OwnedFd,
+    ) -> Result<(), Error> {
+        match self.ask_with("lend", Request::Lend { volume, path, access }, vec![connection], SLOW).await? {
+            (Reply::Done, _) => Ok(()),
+            _ => Err(Error::Confused { what: "lend" }),
+        }
+    }
+
+    /// A tree without a guest: its files are asked for as a guest's are, each time a process of its own that is jailed in the
+    /// tree and ends with its answer.
+    pub fn visitor(&self, plan: VisitPlan) -> Guest {
+        let host = self.clone();
+        Guest::new(Connector::alone(move || {
+            let host = host.clone();
+            async move { host.visit(plan).await.map_err(io::Error::other) }
+        }))
+    }
+
+    async fn visit(&self, plan: VisitPlan) -> Result<OwnedFd, Error> {
+        let confused = Error::Confused { what: "visit" };
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|_| confused.clone())?;
+        match self.ask_with("visit", Request::Visit { plan }, vec![theirs.into()], SLOW).await? {
+            (Reply::Done, _) => Ok(ours.into()),
+            _ => Err(confused),
         }
     }
 

@@ -20,6 +20,7 @@ mod networks;
 mod relays;
 mod serve;
 mod split;
+mod trees;
 pub(crate) mod wire;
 mod work;
 

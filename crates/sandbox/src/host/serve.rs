@@ -75,6 +75,7 @@ pub fn run(socket: OwnedFd, config: HostConfig) -> io::Result<u8> {
     Builder::sweep(&site).map_err(io::Error::other)?;
     work.sweep_volumes()?;
     let owner = instance.state().to_owned();
+    let work = Arc::new(work);
     let serve = Arc::new(Serve { socket, work, lanes: Mutex::default(), owner, site, builder: Mutex::default() });
     let served = serve.until_gone(&signals, &daemon);
     // A build without its pepod has nobody to name what it makes.
@@ -111,7 +112,7 @@ pub(super) struct Lane {
 
 struct Serve {
     socket: OwnedFd,
-    work: Work,
+    work: Arc<Work>,
     lanes: Mutex<HashMap<SandboxId, Arc<Lane>>>,
     owner: PathBuf,
     site: builder::Place,
@@ -247,6 +248,18 @@ impl Serve {
                 let lane = self.lane(id);
                 let mut made = lock(&lane.turn);
                 self.work.share(id, &plan, stream, &lane, &mut made).map(|server| (Reply::Done, vec![server]))
+            }
+            Request::Visit { plan } => {
+                let Some(stream) = fds.into_iter().next() else {
+                    return Err(Refusal::Invalid { reason: "a visit needs a stream".to_owned() });
+                };
+                self.work.visit(plan, &stream).map(|()| (Reply::Done, Vec::new()))
+            }
+            Request::Lend { volume, path, access } => {
+                let Some(connection) = fds.into_iter().next() else {
+                    return Err(Refusal::Invalid { reason: "nobody lends it".to_owned() });
+                };
+                self.work.lend(volume, &connection, &path, access).map(|()| (Reply::Done, Vec::new()))
             }
             Request::VolumeCreate { plan } => self.work.create_volume(&plan).map(|()| (Reply::Done, Vec::new())),
             Request::VolumeGrow { volume, mib } => {

@@ -5,6 +5,7 @@
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 
 use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer, SendAncillaryMessage,
@@ -16,10 +17,11 @@ use serde::{Deserialize, Serialize};
 use super::{Found, Leftover, Link, Refusal, Usage};
 use crate::builder::BuildPlan;
 use crate::id::{SandboxId, VolumeId};
+use crate::jail::Access;
 use crate::net::dns::Kind;
 use crate::net::{Opened, Policy, Traffic};
 use crate::plan::Plan;
-use crate::share::SharePlan;
+use crate::share::{SharePlan, VisitPlan};
 use crate::volume::{VolumePlan, VolumeUsage};
 
 /// The longest message: below the default buffer of a Unix socket (208 KiB), so one always fits into an empty one. A list
@@ -65,6 +67,10 @@ pub(crate) enum Request {
     May { step: crate::boot::Step },
     /// Serve a tree into its guest, on the stream that comes along: `Done` with the server's pidfd.
     Share { id: SandboxId, plan: Box<SharePlan> },
+    /// Let one operation on a tree be asked on the stream that comes along: `Done`.
+    Visit { plan: VisitPlan },
+    /// Take a directory with the rights of whoever is at the other end of the connection that comes along: `Done`.
+    Lend { volume: VolumeId, path: PathBuf, access: Access },
     /// Make a tree: `Done`.
     VolumeCreate { plan: Box<VolumePlan> },
     /// Raise a tree's cap: `Done`.

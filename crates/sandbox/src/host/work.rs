@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
-use std::sync::atomic::Ordering;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,22 +18,21 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use super::networks::Networks;
 use super::serve::{HostConfig, Lane};
 use super::wire::{self, Reply};
-use super::{Refusal, Usage, VolumeState};
+use super::{Refusal, Usage};
 #[cfg(feature = "fake")]
 use crate::boot::Step;
 use crate::cgroup::{self, Limits};
 use crate::chain;
 use crate::held::{KeeperRecord, Place};
-use crate::id::{SandboxId, VolumeId, file, process};
+use crate::id::{SandboxId, file, process};
 use crate::jail::Entry;
 use crate::keeper::{self, FIXED_FDS, Order, Said, connect};
 use crate::net::address::GUEST_MAC;
 use crate::net::slot::Device;
 use crate::plan::{self, Plan, StatePath, Vmm};
-use crate::share::{self, SharePlan, ShareRecord};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
 use crate::vmm::{Boot, Interface, Streams, Throttle, clock, firecracker, vsock};
-use crate::volume::{self, VolumePlan, VolumeUsage, Volumes};
+use crate::volume::Volumes;
 use crate::{disk, proc, sys};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
@@ -41,13 +40,10 @@ const BESIDE_MIB: u64 = 64;
 
 /// Files that a guest's kernel may know at once for each MiB of its memory, and so what a share server remembers: a kernel
 /// needs twice the room for each itself.
-const KNOWN_PER_MIB: usize = 512;
+pub(super) const KNOWN_PER_MIB: usize = 512;
 
 /// Bytes that a share server remembers of a known file, with a name of usual length, by its parts.
 const KNOWN_BYTES: u64 = 224;
-
-/// Files that a share server may have open, where the host lets it.
-const SHARE_FILES: u64 = 16_384;
 
 /// Processor time beside the virtual processors', half of one: the VMM's main loop, the vsock device and the keeper work
 /// while the guest does, and a guest whose own processor had to pay for its disk and streams would get less than it was given.
@@ -80,7 +76,8 @@ pub(super) struct Work {
     /// Held from the look at a slot to its claim, so that no two get one.
     claims: Mutex<()>,
     mkfs: PathBuf,
-    volumes: Volumes,
+    pub(super) volumes: Volumes,
+    pub(super) visits: Arc<AtomicUsize>,
     pub networks: Networks,
 }
 
@@ -103,7 +100,7 @@ impl Copies {
 pub(super) struct Made {
     prepared: Option<Prepared>,
     keeper: Option<OwnedFd>,
-    servers: Vec<OwnedFd>,
+    pub(super) servers: Vec<OwnedFd>,
     #[cfg(feature = "fake")]
     fake: bool,
 }
@@ -182,6 +179,7 @@ impl Work {
                 config.directories.clone(),
             ),
             mkfs: config.mkfs.clone(),
+            visits: Arc::default(),
             networks,
         })
     }
@@ -408,113 +406,6 @@ impl Work {
         Ok((plan, processes))
     }
 
-    /// What a Sandbox is served, by its record.
-    fn shares(&self, id: SandboxId) -> Vec<ShareRecord> {
-        self.place.read(id, file::SHARES).unwrap_or_default()
-    }
-
-    /// The trees it is served.
-    pub fn shared(&self, id: SandboxId) -> Vec<VolumeId> {
-        let mut volumes: Vec<_> = self.shares(id).into_iter().map(|record| record.volume).collect();
-        volumes.sort_unstable();
-        volumes.dedup();
-        volumes
-    }
-
-    /// Whether any Sandbox is served that tree.
-    fn is_shared(&self, volume: VolumeId) -> Result<bool, Refusal> {
-        let all = self.place.all().map_err(|error| failed("read the jails", error))?;
-        Ok(all.into_iter().any(|id| self.shares(id).iter().any(|record| record.volume == volume)))
-    }
-
-    /// Starts a server of a tree for a running Sandbox, on a stream that leads into its guest. Its pidfd is the answer.
-    pub fn share(
-        &self,
-        id: SandboxId,
-        plan: &SharePlan,
-        stream: OwnedFd,
-        lane: &Lane,
-        made: &mut Made,
-    ) -> Result<OwnedFd, Refusal> {
-        plan.check().map_err(|reason| Refusal::Invalid { reason })?;
-        let cancelled = || lane.cancelled.load(Ordering::Acquire);
-        if cancelled() {
-            return Err(Refusal::Released { id });
-        }
-        let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
-        let keeper = self.place.keeper(id).map_err(|_| not_there("does not run"))?;
-        let sandbox: Plan = self.place.read(id, file::PLAN).map_err(|_| not_there("has no plan"))?;
-        // Written down before anything is taken: from here on the tree has a user.
-        let mut records = self.shares(id);
-        records.push(ShareRecord { volume: plan.volume, server: None });
-        let write = |records: &Vec<ShareRecord>| {
-            self.place.write(id, file::SHARES, records).map_err(|error| failed("write the share down", error))
-        };
-        write(&records)?;
-        let mounted =
-            self.volumes.mount(plan.volume, plan.access).map_err(|error| volume_refused(plan.volume, error))?;
-        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
-        let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
-        let order = share::Order {
-            at: self.place.directory(id).join(file::BOOT),
-            cgroup: self.place.cgroup(id),
-            hierarchies: leaf.hierarchies(),
-            cache: plan.cache,
-            proof: plan.proof.clone(),
-            open_files: SHARE_FILES,
-            nodes: sandbox.memory_mib as usize * KNOWN_PER_MIB,
-            io: sandbox.io,
-        };
-        let server = share::Server::spawn(keeper.as_fd()).map_err(|error| failed("start the share server", error))?;
-        made.servers.push(server.pidfd.try_clone().map_err(|error| failed("hold the share server", error))?);
-        if let Some(record) = records.last_mut() {
-            record.server = Some((server.pid(), server.start));
-        }
-        write(&records)?;
-        let fds: Vec<_> =
-            [stream.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
-        let pidfd = server
-            .serve(&order, mounted.first_uid, &fds, &cancelled)
-            .map_err(|error| failed("serve the tree", error))?;
-        Ok(pidfd)
-    }
-
-    pub fn create_volume(&self, plan: &VolumePlan) -> Result<(), Refusal> {
-        self.volumes.create(plan).map_err(|error| volume_refused(plan.id, error))
-    }
-
-    pub fn grow_volume(&self, id: VolumeId, mib: u64) -> Result<(), Refusal> {
-        self.volumes.grow(id, mib).map_err(|error| volume_refused(id, error))
-    }
-
-    pub fn volume_usage(&self, id: VolumeId) -> Result<VolumeUsage, Refusal> {
-        self.volumes.usage(id).map_err(|error| volume_refused(id, error))
-    }
-
-    pub fn remove_volume(&self, id: VolumeId) -> Result<u64, Refusal> {
-        if self.is_shared(id)? {
-            return Err(Refusal::Volume { volume: id, state: VolumeState::InUse });
-        }
-        self.volumes.remove(id).map_err(|error| volume_refused(id, error))
-    }
-
-    pub fn all_volumes(&self) -> Result<Vec<VolumeId>, Refusal> {
-        self.volumes.all().map_err(|error| failed("list the trees", error))
-    }
-
-    /// After a user of a tree has gone: if it was the last one.
-    pub fn settle_volume(&self, id: VolumeId) -> Result<(), Refusal> {
-        if self.is_shared(id)? {
-            return Ok(());
-        }
-        self.volumes.settle(id).map_err(|error| volume_refused(id, error))
-    }
-
-    /// Removes what half-made trees left.
-    pub fn sweep_volumes(&self) -> io::Result<()> {
-        self.volumes.sweep().map_err(io::Error::other)
-    }
-
     /// The keeper's files as descriptors. They are its own to write, so they are opened as hostile, and pepod reads them.
     pub fn evidence(&self, id: SandboxId) -> (Reply, Vec<OwnedFd>) {
         let uid = self.place.block.uids(id.slot()).keeper;
@@ -671,20 +562,6 @@ impl Work {
 /// Memory beside guest and VMM, in MiB.
 fn beside_mib(memory_mib: u32) -> u64 {
     BESIDE_MIB + (u64::from(memory_mib) * KNOWN_PER_MIB as u64 * KNOWN_BYTES).div_ceil(1 << 20)
-}
-
-/// What pepod is told of a tree that could not be used.
-fn volume_refused(volume: VolumeId, error: volume::Error) -> Refusal {
-    match error {
-        volume::Error::Plan(reason) => Refusal::Invalid { reason },
-        volume::Error::NotThere(_) => Refusal::Volume { volume, state: VolumeState::Absent },
-        volume::Error::There(_) => Refusal::Volume { volume, state: VolumeState::Present },
-        volume::Error::InUse(_) => Refusal::Volume { volume, state: VolumeState::InUse },
-        volume::Error::Disk(disk::Error::Missing { program }) => {
-            Refusal::Missing { what: program.display().to_string(), hint: "install e2fsprogs".to_owned() }
-        }
-        error => failed("use the tree", error),
-    }
 }
 
 /// Who has to read a file of a Plan by itself.

@@ -1,4 +1,4 @@
-//! How a share server comes into its jail: see [`super`] for who does what. All of it before the first byte of a guest.
+//! How a share server, or a visit, comes into its jail: see [`super`] for who does what. All of it before the first byte of a guest.
 
 use std::fs::File;
 use std::io::{self, Write};
@@ -13,10 +13,12 @@ use super::bucket::Bucket;
 use super::nodes::Nodes;
 use super::serve::{self, Running};
 use super::tree::Tree;
-use super::{FIXED_FDS, Mapped, Order, Said, filter};
+use super::visit::Visit;
+use super::{FIXED_FDS, Mapped, Order, Said, Task, filter};
 use crate::host::wire;
 use crate::id::process;
-use crate::{cgroup, proc, sys};
+use crate::volume::Lender;
+use crate::{cgroup, proc, rights, sys};
 
 /// What root of the user namespace keeps: to make files as whoever asks, and to do with them what root of a guest may do
 /// with files. None of it counts for anything that is not of the namespace's ids.
@@ -30,6 +32,9 @@ const KEPT: CapabilitySet = CapabilitySet::CHOWN
 
 /// The most descriptors kept for files that are known and not open.
 const ROOM: u64 = 8192;
+
+/// The memory that a visit may map, bytes: the window of a compressed archive is at most 128 MiB of it, this program some 40.
+const VISIT_MEMORY: u64 = 1 << 30;
 
 /// Descriptors that are neither a known nor an open file's: streams, threads' copies.
 const BESIDE: u64 = 64;
@@ -48,11 +53,15 @@ pub fn run(socket: OwnedFd) -> u8 {
     let _ = sys::close_range(3, ours.max(3) - 1);
     let _ = sys::close_range(ours.max(2) + 1, i32::MAX);
     match begin(&socket) {
-        Ok(running) => {
+        Ok(ready) => {
             // Whether it is heard decides nothing here.
             let _ = wire::send(socket.as_fd(), &Said::Serving, &[]);
             drop(socket);
-            running.end().code()
+            match ready {
+                Ready::Serving(running) => running.end(),
+                Ready::Visiting(visit) => visit.run(),
+            }
+            .code()
         }
         Err((step, error)) => {
             let said = Said::Failed { step, reason: error.to_string() };
@@ -62,7 +71,13 @@ pub fn run(socket: OwnedFd) -> u8 {
     }
 }
 
-fn begin(socket: &OwnedFd) -> Step<Running> {
+/// What is in its jail, under the last wall.
+enum Ready {
+    Serving(Running),
+    Visiting(Visit),
+}
+
+fn begin(socket: &OwnedFd) -> Step<Ready> {
     let received = step("read the order", wire::receive::<Order>(socket.as_fd(), &mut Vec::new()))?;
     let gone = || io::Error::from(io::ErrorKind::UnexpectedEof);
     let (order, fds) = step("read the order", received.ok_or_else(gone))?;
@@ -71,7 +86,9 @@ fn begin(socket: &OwnedFd) -> Step<Running> {
     let [stream, tree] = [next()?, next()?];
     const { assert!(FIXED_FDS == 2) }
     step("be killed before the host's own", proc::yield_memory())?;
-    join(&order, fds)?;
+    if let Task::Serve { cgroup, hierarchies, .. } = &order.task {
+        join(cgroup, *hierarchies, fds)?;
+    }
     let null = step("open /dev/null", File::options().write(true).open("/dev/null"))?;
     let null: OwnedFd = null.into();
     let flags = libc::CLONE_NEWNS | libc::CLONE_NEWNET | libc::CLONE_NEWIPC | libc::CLONE_NEWUTS;
@@ -81,34 +98,53 @@ fn begin(socket: &OwnedFd) -> Step<Running> {
     let files = own_files()?;
     change_root(&order, &tree)?;
     drop(tree);
-    step("enter a user namespace (are they allowed on this host?)", sys::unshare(libc::CLONE_NEWUSER))?;
-    step("ask for ids", wire::send(socket.as_fd(), &Said::Ready, &[]))?;
-    let mapped = step("wait for ids", wire::receive::<Mapped>(socket.as_fd(), &mut Vec::new()))?;
-    step("wait for ids", mapped.ok_or_else(gone))?;
-    become_its_root()?;
-    let open_files = limits(order.open_files)?;
+    match &order.lender {
+        Some(lender) => become_lender(lender)?,
+        None => {
+            step("enter a user namespace (are they allowed on this host?)", sys::unshare(libc::CLONE_NEWUSER))?;
+            step("ask for ids", wire::send(socket.as_fd(), &Said::Ready, &[]))?;
+            let mapped = step("wait for ids", wire::receive::<Mapped>(socket.as_fd(), &mut Vec::new()))?;
+            step("wait for ids", mapped.ok_or_else(gone))?;
+            become_its_root()?;
+        }
+    }
+    let (task, memory) = match order.task {
+        task @ Task::Serve { .. } => (task, None),
+        // Its Sandbox's cgroup caps a server; a visit has none.
+        task @ Task::Visit { .. } => (task, Some(VISIT_MEMORY)),
+    };
+    let open_files = limits(order.open_files, memory)?;
     rustix::process::umask(Mode::empty());
 
     let flags = OFlags::PATH | OFlags::DIRECTORY | OFlags::CLOEXEC;
     let root = step("open the root", rustix::fs::open("/", flags, Mode::empty()))?;
+    let (cache, proof, nodes, io) = match task {
+        Task::Serve { cache, proof, nodes, io, .. } => (cache, proof, nodes, io),
+        Task::Visit { archive } => {
+            let visit = step("take the stream", Visit::new(root, stream, archive))?;
+            step("enter the system call filter", filter::enter())?;
+            return Ok(Ready::Visiting(visit));
+        }
+    };
     let room = (open_files / 2).min(ROOM);
     let handles = open_files.saturating_sub(room + BESIDE).saturating_sub(super::locks::MOST as u64).max(16);
-    let nodes = step("look at the root", Nodes::new(root, room as usize, order.nodes))?;
-    let tree = Tree::new(nodes, files, handles as usize, order.cache, order.proof.into_bytes());
-    step(
-        "start threads under the system call filter",
-        Running::begin(tree, stream, null, order.io.map(Bucket::new), filter::enter),
-    )
+    let nodes = step("look at the root", Nodes::new(root, room as usize, nodes))?;
+    let whose = order.lender.map(|lender| (lender.uid, lender.gid));
+    let tree = Tree::new(nodes, files, handles as usize, cache, proof.into_bytes(), whose);
+    let bucket = io.map(Bucket::new);
+    let running =
+        step("start threads under the system call filter", Running::begin(tree, stream, null, bucket, filter::enter))?;
+    Ok(Ready::Serving(running))
 }
 
 /// Writes itself into every hierarchy and looks that it is there.
-fn join(order: &Order, doors: impl Iterator<Item = OwnedFd>) -> Step<()> {
+fn join(cgroup: &str, hierarchies: usize, doors: impl Iterator<Item = OwnedFd>) -> Step<()> {
     for door in doors {
         step("join the cgroup", File::from(door).write_all(b"0"))?;
     }
     let lines = step("read the own cgroup", proc::own_cgroups())?;
-    if !cgroup::is_member(&lines, &order.cgroup, order.hierarchies) {
-        return Err(("join the cgroup".to_owned(), io::Error::other(format!("not in {}", order.cgroup))));
+    if !cgroup::is_member(&lines, cgroup, hierarchies) {
+        return Err(("join the cgroup".to_owned(), io::Error::other(format!("not in {cgroup}"))));
     }
     Ok(())
 }
@@ -134,6 +170,12 @@ fn change_root(order: &Order, tree: &OwnedFd) -> Step<()> {
     step("make it the root", rustix::process::pivot_root(".", "."))?;
     step("let go of the old root", rustix::mount::unmount(".", UnmountFlags::DETACH))?;
     step("enter the root", rustix::process::chdir("/"))
+}
+
+/// From the privileged side's user to whoever lends the tree, with that user's rights and no other.
+fn become_lender(lender: &Lender) -> Step<()> {
+    let groups: Vec<Gid> = lender.groups.iter().copied().map(Gid::from_raw).collect();
+    step("become whoever lends it", rights::become_user_of(lender.uid, lender.gid, &groups))
 }
 
 /// From nobody in particular to root of the namespace, which is nobody on the host, with the few rights it keeps.
@@ -166,11 +208,12 @@ fn become_its_root() -> Step<()> {
     step("forbid new rights", rustix::thread::set_no_new_privs(true))
 }
 
-/// How many files may be open, as far as it may be raised, and no core dumps.
-fn limits(wanted: u64) -> Step<u64> {
+/// How many files may be open, as far as it may be raised, how much memory may be mapped, and no core dumps.
+fn limits(wanted: u64, memory: Option<u64>) -> Step<u64> {
     let given = rustix::process::getrlimit(Resource::Nofile).maximum.unwrap_or(u64::MAX);
     let open_files = wanted.min(given);
-    for (what, most) in [(Resource::Nofile, open_files), (Resource::Core, 0), (Resource::Memlock, 0)] {
+    let fixed = [(Resource::Nofile, open_files), (Resource::Core, 0), (Resource::Memlock, 0)];
+    for (what, most) in fixed.into_iter().chain(memory.map(|memory| (Resource::As, memory))) {
         let limit = Rlimit { current: Some(most), maximum: Some(most) };
         step("set limits", rustix::process::setrlimit(what, limit))?;
     }

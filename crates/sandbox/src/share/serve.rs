@@ -507,7 +507,7 @@ pub(super) mod tests {
         let nodes = Nodes::new(root.into(), 64, 10_000).expect("nodes");
         let files = std::fs::File::open("/proc/self/fd").expect("fds").into();
         let null = std::fs::File::options().write(true).open("/dev/null").expect("null").into();
-        let tree = Tree::new(nodes, files, 64, cache, b"proof".to_vec());
+        let tree = Tree::new(nodes, files, 64, cache, b"proof".to_vec(), None);
         let running = Running::begin(tree, theirs.into(), null, io.map(Bucket::new), || Ok(())).expect("begin");
         ours.set_read_timeout(Some(Duration::from_secs(20))).expect("deadline");
         (ours, running)
@@ -745,5 +745,47 @@ pub(super) mod tests {
             assert_eq!(answered(&mut stream).1, 0);
             assert_eq!(std::fs::metadata(&path).expect("stat").permissions().mode() & 0o7777, mode);
         }
+    }
+
+    #[test]
+    fn a_directory_that_turns_into_a_link_and_back_leads_nowhere_else() {
+        use std::sync::atomic::AtomicBool;
+        let root = tempfile::tempdir().expect("directory");
+        let share = root.path().join("share");
+        for directory in ["share/d", "outside"] {
+            std::fs::create_dir_all(root.path().join(directory)).expect("directory");
+        }
+        std::fs::write(root.path().join("outside/secret"), "x").expect("file");
+        std::os::unix::fs::symlink("../outside", share.join("l")).expect("link");
+        let (mut stream, _running) = serve(&share, Cache::Shared);
+        init(&mut stream);
+        let over = AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let top = std::fs::File::open(&share).expect("share");
+                while !over.load(Ordering::Relaxed) {
+                    let exchange = rustix::fs::RenameFlags::EXCHANGE;
+                    rustix::fs::renameat_with(&top, "d", &top, "l", exchange).expect("exchange");
+                }
+            });
+            let mut met = 0;
+            for _ in 0..2000 {
+                let (error, entry) = ask(&mut stream, 1, 1, b"d\0");
+                assert_eq!(error, 0, "it is always there, as one or the other");
+                let node = long(&entry, 0);
+                let (error, _) = ask(&mut stream, 1, node, b"secret\0");
+                assert!(error < 0, "found through a link");
+                let (error, opened) = ask(&mut stream, 27, node, &[0; 8]);
+                if error == 0 {
+                    met += 1;
+                    let read = [&opened[..8], &0_u64.to_le_bytes(), &4096_u32.to_le_bytes(), &[0; 20]].concat();
+                    let (error, listed) = ask(&mut stream, operation::READDIR, node, &read);
+                    assert!(error < 0 || !listed.windows(6).any(|name| name == b"secret"), "listed through a link");
+                    ask(&mut stream, 29, node, &[&opened[..8], &[0; 16]].concat());
+                }
+            }
+            over.store(true, Ordering::Relaxed);
+            assert!(met > 0, "it was never a directory");
+        });
     }
 }

@@ -27,6 +27,7 @@ use super::locks::{Holder, Locks, Wanted};
 use super::nodes::{Nodes, errno, look, look_at, plain};
 use super::{Cache, PROOF};
 use crate::sys;
+use crate::volume::USER;
 
 pub(super) use data::changed;
 
@@ -35,6 +36,9 @@ const PROOF_NODE: u64 = u64::MAX - 1;
 
 /// Ids that a guest's file can have: those of its user namespace.
 const IDS: u32 = 65_536;
+
+/// To whom what is lent belongs, where it is not the lender's.
+const NOBODY: u32 = 65_534;
 
 /// How long names and attributes may be trusted where others change the tree too. An overwritten file is read anew when it
 /// is opened, a replaced one is found after this at the latest.
@@ -64,15 +68,50 @@ pub(super) struct Tree {
     cache: Cache,
     proof: Vec<u8>,
     begun: AtomicBool,
+    /// Ids of whoever lends the tree, with whose rights all is done then.
+    lender: Option<(u32, u32)>,
 }
 
 impl Tree {
     /// The tree below the root of `nodes`, with so many files open at once at the most. `proof` is what the file that
-    /// proves the mount says.
-    pub fn new(nodes: Nodes, files: OwnedFd, most: usize, cache: Cache, proof: Vec<u8>) -> Self {
+    /// proves the mount says. What somebody lends (`lender`) belongs to the guest's user there, and everything else to nobody.
+    pub fn new(
+        nodes: Nodes,
+        files: OwnedFd,
+        most: usize,
+        cache: Cache,
+        proof: Vec<u8>,
+        lender: Option<(u32, u32)>,
+    ) -> Self {
         let (handles, locks) = (Mutex::default(), Locks::default());
         let begun = AtomicBool::new(false);
-        Tree { nodes, locks, files, handles, next: AtomicU64::new(1), most, cache, proof, begun }
+        Tree { nodes, locks, files, handles, next: AtomicU64::new(1), most, cache, proof, begun, lender }
+    }
+
+    /// A file's attributes as the guest is told them.
+    fn shown(&self, seen: &Statx) -> stat64 {
+        let mut stat = sys::stat64(seen);
+        if let Some((uid, gid)) = self.lender {
+            stat.st_uid = if stat.st_uid == uid { USER } else { NOBODY };
+            stat.st_gid = if stat.st_gid == gid { USER } else { NOBODY };
+        }
+        stat
+    }
+
+    /// Takes the ids of whoever asks, for what this thread makes next. What is lent is made by whoever lends it.
+    fn act_as(&self, ctx: &Context) -> io::Result<()> {
+        let possible = ctx.uid < IDS && ctx.gid < IDS;
+        match self.lender {
+            Some(_) => Ok(()),
+            None if possible && sys::file_ids(ctx.uid, ctx.gid) => Ok(()),
+            None => Err(errno(libc::EINVAL)),
+        }
+    }
+
+    /// The permission bits of what is made or changed. A program that whoever runs it runs as somebody else is never made of
+    /// what is lent: there it would mean something on the host.
+    fn mode(&self, bits: u32) -> Mode {
+        mode(if self.lender.is_some() { bits & 0o1777 } else { bits })
     }
 
     fn timeout(&self) -> Duration {
@@ -137,7 +176,7 @@ impl Tree {
         Ok(Entry {
             inode,
             generation: 0,
-            attr: sys::stat64(seen),
+            attr: self.shown(seen),
             attr_flags: 0,
             attr_timeout: timeout,
             entry_timeout: timeout,
@@ -153,14 +192,6 @@ impl Tree {
 /// A descriptor's name in `/proc/self/fd`.
 fn number(fd: BorrowedFd<'_>) -> String {
     fd.as_raw_fd().to_string()
-}
-
-/// Takes the ids of whoever asks, for what this thread makes next.
-fn act_as(ctx: &Context) -> io::Result<()> {
-    if ctx.uid >= IDS || ctx.gid >= IDS || !sys::file_ids(ctx.uid, ctx.gid) {
-        return Err(errno(libc::EINVAL));
-    }
-    Ok(())
 }
 
 fn mode(bits: u32) -> Mode {
@@ -221,7 +252,7 @@ impl FileSystem for Tree {
         if let Some(handle) = handle.filter(|_| node != PROOF_NODE)
             && let Ok(handle) = self.handle(handle, node)
         {
-            return Ok((sys::stat64(&look(&handle.file)?), self.timeout()));
+            return Ok((self.shown(&look(&handle.file)?), self.timeout()));
         }
         self.attributes(node)
     }
@@ -243,7 +274,7 @@ impl FileSystem for Tree {
 
     fn symlink(&self, ctx: &Context, target: &CStr, parent: u64, name: &CStr) -> io::Result<Entry> {
         let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
-        act_as(ctx)?;
+        self.act_as(ctx)?;
         rustix::fs::symlinkat(target, &*directory, name)?;
         self.made(parent, &directory, name)
     }
@@ -265,15 +296,15 @@ impl FileSystem for Tree {
             _ => return Err(errno(libc::EPERM)),
         };
         let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
-        act_as(ctx)?;
-        rustix::fs::mknodat(&*directory, name, kind, mode(bits), 0)?;
+        self.act_as(ctx)?;
+        rustix::fs::mknodat(&*directory, name, kind, self.mode(bits), 0)?;
         self.made(parent, &directory, name)
     }
 
     fn mkdir(&self, ctx: &Context, parent: u64, name: &CStr, bits: u32, _umask: u32) -> io::Result<Entry> {
         let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
-        act_as(ctx)?;
-        rustix::fs::mkdirat(&*directory, name, mode(bits))?;
+        self.act_as(ctx)?;
+        rustix::fs::mkdirat(&*directory, name, self.mode(bits))?;
         self.made(parent, &directory, name)
     }
 

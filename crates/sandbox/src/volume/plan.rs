@@ -64,6 +64,12 @@ impl VolumePlan {
     }
 }
 
+/// The files a tree may have when it has grown: as many for each byte as before, which is how ext4 grows.
+pub fn files_after(files: u64, mib: u64, grown_mib: u64) -> u64 {
+    let grown = u128::from(files) * u128::from(grown_mib) / u128::from(mib.max(1));
+    u64::try_from(grown).unwrap_or(u64::MAX).clamp(files, *VOLUME_FILES.end())
+}
+
 /// What a tree uses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct VolumeUsage {

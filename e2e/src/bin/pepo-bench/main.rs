@@ -12,6 +12,7 @@ mod many;
 mod neighbours;
 mod room;
 mod table;
+mod workspace;
 
 use std::process::ExitCode;
 
@@ -36,6 +37,7 @@ const GROUPS: &[(&str, Measure)] = &[
     ("back", Measure::Alone(life::back)),
     ("many", Measure::Alone(many::many)),
     ("neighbours", Measure::Alone(neighbours::neighbours)),
+    ("workspace", Measure::Alone(workspace::workspace)),
 ];
 
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.

@@ -40,10 +40,15 @@ pub struct Room {
 
 impl Room {
     pub fn open() -> Self {
+        Self::with_workspace("none")
+    }
+
+    /// With a Workspace of its own (`own`), or `none`.
+    pub fn with_workspace(workspace: &str) -> Self {
         let instance = Instance::new();
         let up = instance.up();
         let session = instance
-            .pepo(["session", "create", "-q", "--memory", "512m", "--workspace", "none"])
+            .pepo(["session", "create", "-q", "--memory", "512m", "--workspace", workspace])
             .ok()
             .out()
             .trim()

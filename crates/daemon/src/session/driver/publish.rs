@@ -111,10 +111,12 @@ impl Driver {
             _ => None,
         };
         self.tell(&state);
-        if let State::Terminated(_) = &state
-            && let Some(used) = &self.session.now().spec.workspace
-        {
-            self.sessions.0.workspaces.session_ended(self.session.app(), used).await;
+        if let State::Terminated(_) = &state {
+            let spec = self.session.now().spec;
+            self.sessions.0.workspaces.give_back(&spec.volumes).await;
+            if let Some(used) = &spec.workspace {
+                self.sessions.0.workspaces.session_ended(self.session.app(), used).await;
+            }
         }
         if let Some(end) = &end {
             self.session.commands().sandbox_ended(end);

@@ -13,8 +13,7 @@ use rustix::fs::{AtFlags, OFlags, XattrFlags};
 
 use super::super::nodes::{errno, look};
 use super::data::drop_set_ids;
-use super::{IDS, PROOF_NODE, Tree, mode, number};
-use crate::sys;
+use super::{IDS, PROOF_NODE, Tree, number};
 
 /// The largest extended attribute, and the longest list of their names, bytes: the kernel's own bounds.
 const ATTRIBUTE: usize = 64 * 1024;
@@ -38,11 +37,11 @@ impl Tree {
         if node == PROOF_NODE {
             return Ok((self.proof_attributes()?, Duration::ZERO));
         }
-        Ok((sys::stat64(&look(&*self.nodes.file(node)?)?), self.timeout()))
+        Ok((self.shown(&look(&*self.nodes.file(node)?)?), self.timeout()))
     }
 
     pub(super) fn proof_attributes(&self) -> io::Result<stat64> {
-        let mut stat = sys::stat64(&look(self.nodes.root())?);
+        let mut stat = self.shown(&look(self.nodes.root())?);
         stat.st_ino = PROOF_NODE;
         stat.st_mode = libc::S_IFREG | 0o444;
         stat.st_nlink = 1;
@@ -77,7 +76,7 @@ impl Tree {
         let handle = handle.and_then(|handle| self.handle(handle, node).ok());
         let file = self.nodes.file(node)?;
         if valid.contains(SetattrValid::MODE) {
-            rustix::fs::chmodat(&self.files, number(file.as_fd()), mode(attr.st_mode), AtFlags::empty())?;
+            rustix::fs::chmodat(&self.files, number(file.as_fd()), self.mode(attr.st_mode), AtFlags::empty())?;
         }
         if valid.intersects(SetattrValid::UID | SetattrValid::GID) {
             let id = |given: bool, id: u32| match (given, id) {
@@ -85,9 +84,18 @@ impl Tree {
                 (true, id) if id < IDS => Ok(Some(id)),
                 (true, _) => Err(errno(libc::EINVAL)),
             };
-            let uid = id(valid.contains(SetattrValid::UID), attr.st_uid)?.map(rustix::fs::Uid::from_raw);
-            let gid = id(valid.contains(SetattrValid::GID), attr.st_gid)?.map(rustix::fs::Gid::from_raw);
-            rustix::fs::chownat(&*file, c"", uid, gid, AtFlags::EMPTY_PATH)?;
+            let uid = id(valid.contains(SetattrValid::UID), attr.st_uid)?;
+            let gid = id(valid.contains(SetattrValid::GID), attr.st_gid)?;
+            if self.lender.is_some() {
+                // Nobody gives away what is lent; that it is the guest's user's already is fine.
+                let now = self.shown(&look(&*file)?);
+                if uid.is_some_and(|uid| uid != now.st_uid) || gid.is_some_and(|gid| gid != now.st_gid) {
+                    return Err(errno(libc::EPERM));
+                }
+            } else {
+                let (uid, gid) = (uid.map(rustix::fs::Uid::from_raw), gid.map(rustix::fs::Gid::from_raw));
+                rustix::fs::chownat(&*file, c"", uid, gid, AtFlags::EMPTY_PATH)?;
+            }
         }
         if valid.contains(SetattrValid::SIZE) {
             let size = u64::try_from(attr.st_size).map_err(|_| errno(libc::EINVAL))?;
@@ -119,7 +127,7 @@ impl Tree {
             rustix::fs::utimensat(&self.files, number(file.as_fd()), &times, AtFlags::empty())?;
         }
         match handle {
-            Some(handle) => Ok((sys::stat64(&look(&handle.file)?), self.timeout())),
+            Some(handle) => Ok((self.shown(&look(&handle.file)?), self.timeout())),
             None => self.attributes(node),
         }
     }

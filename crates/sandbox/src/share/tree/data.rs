@@ -12,7 +12,7 @@ use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
 
 use super::super::Cache;
 use super::super::nodes::{errno, look, plain};
-use super::{PROOF_NODE, Tree, act_as, mode};
+use super::{PROOF_NODE, Tree, mode};
 
 type Opened = (Option<u64>, OpenOptions, Option<u32>);
 
@@ -77,10 +77,10 @@ impl Tree {
         let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
         let exclusive = OFlags::from_bits_retain(args.flags) & OFlags::EXCL;
         let flags = sane(args.flags);
-        act_as(ctx)?;
+        self.act_as(ctx)?;
         let how = flags | exclusive | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
         // What is there already may be a pipe by now: NONBLOCK does not wait for its other end.
-        let file = File::from(rustix::fs::openat(&*directory, name, how, mode(args.mode))?);
+        let file = File::from(rustix::fs::openat(&*directory, name, how, self.mode(args.mode))?);
         let mut seen = look(&file)?;
         if u32::from(seen.stx_mode) & libc::S_IFMT != libc::S_IFREG {
             return Err(errno(libc::ENXIO));

@@ -1,0 +1,224 @@
+//! Workspaces: against the stream they lie on, against a disk and memory of the same guest, and what their server takes.
+//!
+//! NFS over the tap is not among the references: the Image has no client of it, and its kernel no module.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use pepo_e2e::durable;
+use pepo_e2e::{Instance, Options, until};
+
+use crate::room::Room;
+use crate::table::{Goal, MIB, Row, median, rate};
+
+/// What is written and read in one go.
+const BULK: usize = 512 * MIB;
+
+/// Small files that are made, looked at, read and removed.
+const FILES: usize = 5000;
+
+/// Files of a tree that is unpacked and that git looks at.
+const TREE: usize = 20_000;
+
+/// Files that a server is to know.
+const KNOWN: usize = 100_000;
+
+/// Starts of which the middle one is told.
+const STARTS: usize = 9;
+
+/// In the guest: seconds for each thing, in a directory that is made for it.
+const SMALL: &str = r#"
+import os, subprocess, sys, time
+top, files, archive = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+os.makedirs(top + "/small")
+def cold(): subprocess.run("sync; echo 3 | sudo tee /proc/sys/vm/drop_caches", shell=True, stdout=subprocess.DEVNULL, check=True)
+def timed(act):
+    began = time.monotonic(); act(); return time.monotonic() - began
+names = [f"{top}/small/{n}" for n in range(files)]
+body = b"x" * 1024
+def make():
+    for name in names:
+        file = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY); os.write(file, body); os.close(file)
+def look():
+    for name in names: os.stat(name)
+def read():
+    for name in names:
+        file = os.open(name, os.O_RDONLY); os.read(file, 4096); os.close(file)
+def remove():
+    for name in names: os.unlink(name)
+said = [timed(make)]
+cold(); said.append(timed(look))
+cold(); said.append(timed(read))
+said.append(timed(remove))
+run = lambda line: subprocess.run(line, shell=True, stdout=subprocess.DEVNULL, check=True)
+os.makedirs(top + "/tree")
+said.append(timed(lambda: run(f"tar xf {archive} -C {top}/tree")))
+run(f"cd {top}/tree && git init -q && git add -N .")
+cold(); said.append(timed(lambda: run(f"cd {top}/tree && git status --porcelain")))
+run(f"rm -rf {top}")
+print(*said)
+"#;
+
+pub fn workspace() -> Vec<Row> {
+    let mut rows = Vec::new();
+    let room = Room::with_workspace("own");
+    rows.extend(bulk(&room));
+    rows.extend(small(&room));
+    room.close();
+    rows.push(attach());
+    rows.extend(memory());
+    rows
+}
+
+/// Written with fsync, and read when nothing of it is in the guest's memory, against the same bytes over a raw stream.
+fn bulk(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
+    let mib = BULK / MIB;
+    let sh = |line: String| {
+        instance.pepo(["exec", session, "--", "bash", "-c", &line]).within(Duration::from_secs(600)).ok().out()
+    };
+    let seconds = |line: &str| -> f64 {
+        let timed = format!("TIMEFORMAT=%R; time ({line}) >/dev/null 2>/dev/null");
+        sh(format!("{{ {timed}; }} 2>&1")).trim().parse().expect("seconds")
+    };
+    let (mut up, mut down, mut raw_up, mut raw_down) = (vec![], vec![], vec![], vec![]);
+    for _ in 0..3 {
+        let began = Instant::now();
+        drained(guest.raw(&format!("head -c {BULK} /dev/zero")), BULK);
+        raw_up.push(rate(BULK, began.elapsed()));
+        up.push(mib as f64 / seconds(&format!("dd if=/dev/zero of=/workspace/bulk bs=1M count={mib} conv=fsync")));
+        let began = Instant::now();
+        filled(guest.raw(&format!("head -c {BULK} > /dev/null; echo done")), BULK);
+        raw_down.push(rate(BULK, began.elapsed()));
+        sh("echo 3 | sudo tee /proc/sys/vm/drop_caches".to_owned());
+        down.push(mib as f64 / seconds("dd if=/workspace/bulk of=/dev/null bs=1M"));
+        sh("rm /workspace/bulk".to_owned());
+    }
+    let row = |what: &str, ours, reference| Row {
+        what: format!("Workspace: {what} of {mib} MiB, by the raw stream"),
+        ours: median(ours),
+        unit: "MiB/s",
+        goal: Goal::AtLeast { reference: median(reference), ratio: 0.7 },
+    };
+    vec![row("write and fsync", up, raw_up), row("read", down, raw_down)]
+}
+
+fn drained(mut stream: UnixStream, bytes: usize) {
+    let mut buffer = vec![0u8; 1 << 18];
+    let mut left = bytes;
+    while left > 0 {
+        let n = stream.read(&mut buffer).expect("read");
+        assert!(n > 0, "{left} bytes did not come");
+        left -= n;
+    }
+}
+
+fn filled(mut stream: UnixStream, bytes: usize) {
+    let buffer = vec![0u8; 1 << 18];
+    for _ in 0..bytes / buffer.len() {
+        stream.write_all(&buffer).expect("write");
+    }
+    let mut word = [0; 4];
+    stream.read_exact(&mut word).expect("the guest has all of it");
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+/// Many small files: here, on the guest's own disk, in its memory.
+fn small(Room { instance, session, .. }: &Room) -> Vec<Row> {
+    let home = tempfile::tempdir().expect("directory");
+    for (name, bytes) in [("small.py", SMALL.as_bytes().to_vec()), ("tree.tar", durable::files(TREE))] {
+        fs::write(home.path().join(name), bytes).expect("write");
+        let to = format!("{session}:/tmp/{name}");
+        instance.pepo(["cp"]).args([home.path().join(name).as_os_str(), to.as_ref()]).ok();
+    }
+    let run = |top: &str| -> Vec<f64> {
+        let files = FILES.to_string();
+        let argv = ["exec", session, "--", "python3", "/tmp/small.py", top, &files, "/tmp/tree.tar"];
+        let said = instance.pepo(argv).within(Duration::from_secs(1800)).ok().out();
+        said.split_whitespace().map(|word| word.parse().expect("seconds")).collect()
+    };
+    let ours = run("/workspace/bench");
+    let mut rows = Vec::new();
+    for (place, reference) in [("ext4 on virtio", run("/tmp/bench")), ("tmpfs", run("/dev/shm/bench"))] {
+        let figures = [
+            ("create, write and close", FILES, "µs a file"),
+            ("stat, nothing known", FILES, "µs a file"),
+            ("open, read and close, nothing known", FILES, "µs a file"),
+            ("unlink", FILES, "µs a file"),
+            ("untar of 20,000 files", TREE, "µs a file"),
+            ("git status of 20,000 files, nothing known", TREE, "µs a file"),
+        ];
+        for ((what, count, unit), (ours, reference)) in figures.into_iter().zip(ours.iter().zip(&reference)) {
+            rows.push(Row {
+                what: format!("Workspace: {what}, by {place}"),
+                ours: ours * 1e6 / count as f64,
+                unit,
+                goal: Goal::Against { reference: reference * 1e6 / count as f64 },
+            });
+        }
+    }
+    rows
+}
+
+/// From the request for a Session to the end of its first command, with a Workspace and without, both on a warm Sandbox.
+fn attach() -> Row {
+    let config = Some("[pool]\ntarget = 1\n".to_owned());
+    let instance = Instance::with(Options { config, ..Options::default() });
+    let up = instance.up();
+    let client = instance.client();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
+    let warm = || {
+        until("one waits in the pool", Duration::from_secs(120), || {
+            let shown = instance.pepo(["stats", "--json"]).run();
+            (shown.code() == Some(0) && instance.pids(instance.vmm()).len() == 1).then_some(())
+        });
+        // It has its processes from the start of its boot on.
+        std::thread::sleep(Duration::from_secs(8));
+    };
+    let start = |workspace: Option<pepo_api::WorkspaceChoice>| {
+        warm();
+        runtime.block_on(async {
+            let began = Instant::now();
+            let body = pepo_api::CreateSession { workspace: Some(workspace), ..Default::default() };
+            let session = client.session_create(&body).await.expect("Session").id.to_string();
+            let command = pepo_api::CreateCommand { argv: Some(vec!["/bin/true".into()]), ..Default::default() };
+            client.command_create(&session, &command).await.expect("command");
+            let took = began.elapsed().as_secs_f64() * 1e3;
+            client.session_terminate(&session).await.expect("end");
+            took
+        })
+    };
+    let name = runtime.block_on(async {
+        let body = pepo_api::CreateWorkspace::default();
+        client.workspace_create(&body).await.expect("Workspace").id
+    });
+    let (mut with, mut without) = (vec![], vec![]);
+    for _ in 0..STARTS {
+        without.push(start(None));
+        with.push(start(Some(pepo_api::WorkspaceChoice { id: Some(name), ..Default::default() })));
+    }
+    instance.pepo(["down"]).ok();
+    up.wait();
+    instance.end();
+    Row {
+        what: format!("Workspace: attach to a warm Sandbox, p50 over {:.0} ms without one", median(without.clone())),
+        ours: median(with) - median(without),
+        unit: "ms",
+        goal: Goal::Below(30.0),
+    }
+}
+
+/// What a server keeps in memory: idle, and when its guest knows very many files.
+fn memory() -> Vec<Row> {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
+    let (idle, full) = runtime.block_on(durable::server_memory(KNOWN));
+    let row = |what: &str, bytes: u64| Row {
+        what: format!("Workspace: memory of its server, {what}"),
+        ours: bytes as f64 / MIB as f64,
+        unit: "MiB",
+        goal: Goal::Report,
+    };
+    vec![row("idle", idle), row("100,000 files known", full)]
+}

@@ -1,0 +1,280 @@
+//! Proofs that Workspaces keep what they are given, as small as a test and as long as a soak.
+
+use std::time::{Duration, Instant};
+
+use pepo_api::client::{Client, body_from};
+use pepo_api::query::{ShowSession, WriteFile};
+use pepo_api::{
+    CreateCommand, CreateSession, CreateWorkspace, Reason, Session, SessionState, Text, Workspace, WorkspaceChoice,
+};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::instance::Instance;
+use crate::program::Started;
+
+/// Software emulation on a busy machine: a start takes seconds, and each file a few milliseconds.
+pub const LIMIT: Duration = Duration::from_secs(120);
+
+/// An instance with its daemon, for Sessions with Workspaces.
+pub struct Up {
+    /// The instance.
+    pub instance: Instance,
+    daemon: Started,
+    /// Its client.
+    pub client: Client,
+}
+
+impl Up {
+    /// A new one.
+    pub fn start() -> Self {
+        let instance = Instance::new();
+        let daemon = instance.up();
+        Self::of(instance, daemon)
+    }
+
+    fn of(instance: Instance, daemon: Started) -> Self {
+        let client = instance.client();
+        Up { instance, daemon, client }
+    }
+
+    /// A Workspace.
+    pub async fn workspace(&self, body: CreateWorkspace) -> Workspace {
+        self.client.workspace_create(&body).await.expect("a Workspace")
+    }
+
+    /// A Session with that Workspace.
+    pub async fn session(&self, workspace: WorkspaceChoice) -> Session {
+        let body = CreateSession { workspace: Some(Some(workspace)), ..CreateSession::default() };
+        self.client.session_create(&body).await.expect("a Session")
+    }
+
+    /// A Session that has it, and runs.
+    pub async fn with(&self, workspace: &Workspace) -> String {
+        let choice = WorkspaceChoice { id: Some(workspace.id), ..WorkspaceChoice::default() };
+        self.session(choice).await.id.to_string()
+    }
+
+    /// What a line of shell comes to.
+    pub async fn sh(&self, session: &str, line: &str) -> (i32, String) {
+        let command = CreateCommand { command: Some(line.into()), wait_seconds: Some(300), ..CreateCommand::default() };
+        let output = self.client.command_create(session, &command).await.expect("a command");
+        let end = output.command.end.unwrap_or_else(|| panic!("`{line}` goes on"));
+        let text = |text: &Text| match text {
+            Text::Utf8(text) => text.clone(),
+            Text::Binary { base64 } => base64.clone(),
+        };
+        (end.exit_code.unwrap_or(-1), text(&output.stdout) + &text(&output.stderr))
+    }
+
+    /// What a line of shell prints, which must not fail.
+    pub async fn ok(&self, session: &str, line: &str) -> String {
+        let (code, said) = self.sh(session, line).await;
+        assert_eq!(code, 0, "`{line}`: {said}");
+        said
+    }
+
+    /// Puts a file into /tmp.
+    pub async fn put(&self, session: &str, name: &str, text: &str) {
+        let query = WriteFile { path: format!("/tmp/{name}"), ..WriteFile::default() };
+        self.client.file_write(session, &query, body_from(text.as_bytes().to_vec())).await.expect("a file");
+    }
+
+    /// How its Sandbox ended. A Session with a Workspace goes on without one.
+    pub async fn ended(&self, session: &str) -> pepo_api::Ended {
+        let began = Instant::now();
+        loop {
+            let shown = self.client.session_show(session, &ShowSession::default()).await.expect("the record");
+            match shown.state {
+                SessionState::Terminated => return shown.ended.expect("an end"),
+                SessionState::Idle => return shown.last_end.expect("how its Sandbox ended"),
+                _ => {}
+            }
+            assert!(began.elapsed() < LIMIT, "{shown:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
+    }
+
+    /// Ends the daemon; nothing may be left.
+    pub async fn end(self) {
+        self.instance.pepo(["down"]).ok();
+        let ran = self.daemon.wait();
+        assert_eq!(ran.code(), Some(0), "{ran}");
+        self.instance.end();
+    }
+}
+
+/// Kills a process.
+pub fn kill(pid: i32) {
+    kill_process(Pid::from_raw(pid).expect("a pid"), Signal::KILL).expect("kill");
+}
+
+/// Writes numbered records to a file, telling each one that was acknowledged, until it is ended.
+const WRITER: &str = "import os, sys, zlib\n\
+    f = os.open('log', os.O_CREAT | os.O_WRONLY | os.O_APPEND)\n\
+    n = os.fstat(f).st_size // 4096\n\
+    while True:\n\
+    \x20   body = (b'%08d' % n) * 511\n\
+    \x20   os.write(f, body + b'%08x' % zlib.crc32(body))\n\
+    \x20   n += 1\n\
+    \x20   if n % 16 == 0: print(n, flush=True)\n";
+
+/// How many whole records there are; fails where one is damaged.
+const READER: &str = "import os, zlib\n\
+    n = 0\n\
+    with open('log', 'rb') as f:\n\
+    \x20   while True:\n\
+    \x20       r = f.read(4096)\n\
+    \x20       if len(r) < 4096: break\n\
+    \x20       assert b'%08x' % zlib.crc32(r[:-8]) == r[-8:] and r[:8] == b'%08d' % n, n\n\
+    \x20       n += 1\n\
+    print(n)\n";
+
+/// Kills each process of a Sandbox in the middle of writing, so many times: nothing acknowledged is lost.
+pub async fn kills(rounds: usize) {
+    let up = Up::start();
+    let workspace = up.workspace(CreateWorkspace::default()).await;
+    let victims = [
+        ("pepo-share", Reason::MountLost),
+        ("qemu-system-x86", Reason::VmmExit),
+        ("vhost-device-vs", Reason::VmmExit),
+        ("pepo-keeper", Reason::KilledOutside),
+    ];
+    for round in 0..rounds {
+        for (victim, reason) in victims {
+            let session = up.with(&workspace).await;
+            up.put(&session, "writer.py", WRITER).await;
+            let command = CreateCommand {
+                command: Some("python3 /tmp/writer.py".into()),
+                wait_seconds: Some(0),
+                ..CreateCommand::default()
+            };
+            let running = up.client.command_create(&session, &command).await.expect("a command").command.id;
+            let acknowledged = || async {
+                let query = pepo_api::query::ShowCommand::default();
+                let output = up.client.command_show(&session, running, &query).await.ok()?;
+                let Text::Utf8(text) = output.stdout else { return None };
+                text.lines().last()?.parse::<u64>().ok()
+            };
+            let began = Instant::now();
+            while acknowledged().await.is_none() {
+                assert!(began.elapsed() < LIMIT, "it does not write");
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+            let before = acknowledged().await.unwrap_or(0);
+            let pids = up.instance.pids(victim);
+            assert_eq!(pids.len(), 1, "{victim}: {pids:?}");
+            kill(pids[0]);
+            let ended = up.ended(&session).await;
+            assert_eq!(ended.reason, reason, "{victim}: {ended:?}");
+            up.instance.sandboxes_gone();
+            // The Session itself goes on, in a fresh Sandbox with the same files.
+            let next = session.clone();
+            up.put(&next, "reader.py", READER).await;
+            let there: u64 = up.ok(&next, "python3 /tmp/reader.py").await.trim().parse().expect("a number");
+            println!("round {round}, {victim}: {before} acknowledged, {there} there");
+            assert!(there >= before, "{victim}: {before} records were acknowledged, {there} are there");
+            up.ok(&next, "truncate -s $(( $(stat -c %s log) / 4096 * 4096 )) log").await;
+            up.client.session_terminate(&next).await.expect("terminate");
+        }
+    }
+    up.end().await;
+}
+
+/// A Workspace with so many files is known whole to a guest whose server may open `descriptors` files.
+pub async fn many_files(count: usize, descriptors: u64) {
+    let instance = Instance::new();
+    let limited = instance.program("pepo").args(["up"]).descriptors(descriptors);
+    let daemon = limited.within(Duration::from_secs(3600)).open_stdin().start();
+    daemon.says("http://127.0.0.1:", Duration::from_secs(60));
+    let up = Up::of(instance, daemon);
+    let workspace = up.workspace(CreateWorkspace { name: Some("many".into()), ..Default::default() }).await;
+    let began = Instant::now();
+    up.client.workspace_import("many", body_from(files(count))).await.expect("import");
+    println!("{count} files imported in {:?}", began.elapsed());
+    let session = up.with(&workspace).await;
+    let began = Instant::now();
+    let listed = up.ok(&session, "find . -type f -size +0 | wc -l").await;
+    println!("{} files listed in {:?}", listed.trim(), began.elapsed());
+    assert_eq!(listed.trim(), count.to_string());
+    let [server] = up.instance.pids("pepo-share")[..] else { panic!("one server") };
+    let open = std::fs::read_dir(format!("/proc/{server}/fd")).expect("descriptors").count();
+    assert!(open as u64 <= descriptors, "{open} descriptors are open");
+    println!("{open} descriptors, {} KiB resident", resident(server) >> 10);
+    // Any of them is found again, in any order, and is the one that was meant.
+    let line = format!(
+        "import random\nrandom.seed(7)\nfor n in random.sample(range({count}), min({count}, 2000)):\n\
+         \x20   assert open(f'd{{n % 100}}/f{{n}}').read() == f'{{n}}\\n', n\nprint('same')"
+    );
+    up.put(&session, "random.py", &line).await;
+    assert_eq!(up.ok(&session, "python3 /tmp/random.py").await, "same\n");
+    up.client.session_terminate(&session).await.expect("terminate");
+    up.end().await;
+}
+
+/// Bytes of memory that a process has.
+fn resident(pid: i32) -> u64 {
+    let status = std::fs::read_to_string(format!("/proc/{pid}/status")).expect("status");
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("resident");
+    line.trim().trim_end_matches(" kB").parse::<u64>().expect("KiB") << 10
+}
+
+/// What a server has in memory when nothing is known, and when its guest has looked at so many files.
+pub async fn server_memory(count: usize) -> (u64, u64) {
+    let up = Up::start();
+    let workspace = up.workspace(CreateWorkspace { name: Some("many".into()), ..Default::default() }).await;
+    let session = up.with(&workspace).await;
+    let [server] = up.instance.pids("pepo-share")[..] else { panic!("one server") };
+    let idle = resident(server);
+    up.client.workspace_import("many", body_from(files(count))).await.expect("import");
+    assert_eq!(up.ok(&session, "find . -type f -size +0 | wc -l").await.trim(), count.to_string());
+    let full = resident(server);
+    up.client.session_terminate(&session).await.expect("terminate");
+    up.end().await;
+    (idle, full)
+}
+
+/// An archive of so many small files in a hundred directories.
+pub fn files(count: usize) -> Vec<u8> {
+    let mut tar = Vec::with_capacity(count * 1024 + 1024);
+    for n in 0..count {
+        let body = format!("{n}\n");
+        let mut header = [0_u8; 512];
+        let name = format!("d{}/f{n}", n % 100);
+        header[..name.len()].copy_from_slice(name.as_bytes());
+        header[100..107].copy_from_slice(b"0000644");
+        for field in [108, 116] {
+            header[field..field + 7].copy_from_slice(b"0001750");
+        }
+        header[124..135].copy_from_slice(format!("{:011o}", body.len()).as_bytes());
+        header[136..147].copy_from_slice(b"00000000000");
+        header[156] = b'0';
+        header[257..265].copy_from_slice(b"ustar  \0");
+        header[148..156].fill(b' ');
+        let sum: u32 = header.iter().map(|byte| u32::from(*byte)).sum();
+        header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+        tar.extend_from_slice(&header);
+        tar.extend_from_slice(body.as_bytes());
+        tar.resize(tar.len().next_multiple_of(512), 0);
+    }
+    tar.resize(tar.len() + 1024, 0);
+    tar
+}
+
+/// A file of so many MiB, real to the last byte, and one as long that is a hole.
+pub async fn large_file(mib: u64) {
+    let up = Up::start();
+    let size = Some(mib + 512);
+    let workspace = up.workspace(CreateWorkspace { size_mib: size, ..Default::default() }).await;
+    let session = up.with(&workspace).await;
+    let line = format!(
+        "set -e; openssl enc -aes-128-ctr -K 00 -iv 00 -nosalt < /dev/zero 2>/dev/null | head -c {mib}M | tee real | sha256sum > /tmp/sum; \
+         truncate -s {mib}M hole; echo end >> hole; sync; echo 3 | sudo tee /proc/sys/vm/drop_caches >/dev/null; \
+         cmp <(sha256sum < real) /tmp/sum; tail -c 4 hole; [ $(stat -c %b hole) -lt 64 ]; stat -c %s real hole"
+    );
+    let began = Instant::now();
+    let said = up.ok(&session, &line).await;
+    println!("{mib} MiB written and read in {:?}", began.elapsed());
+    assert_eq!(said, format!("end\n{}\n{}\n", mib << 20, (mib << 20) + 4));
+    up.client.session_terminate(&session).await.expect("terminate");
+    up.end().await;
+}
