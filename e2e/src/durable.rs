@@ -1,5 +1,6 @@
 //! Proofs that Workspaces keep what they are given, as small as a test and as long as a soak.
 
+use std::fs;
 use std::time::{Duration, Instant};
 
 use pepo_api::client::{Client, body_from};
@@ -277,4 +278,11 @@ pub async fn large_file(mib: u64) {
     assert_eq!(said, format!("end\n{}\n{}\n", mib << 20, (mib << 20) + 4));
     up.client.session_terminate(&session).await.expect("terminate");
     up.end().await;
+}
+
+/// Whether this host lets its root resize an ext4 that is mounted (`CAP_SYS_RESOURCE`, 24).
+pub fn may_resize_mounted() -> bool {
+    let status = fs::read_to_string("/proc/self/status").expect("status");
+    let line = status.lines().find_map(|line| line.strip_prefix("CapPrm:")).expect("a line");
+    u64::from_str_radix(line.trim(), 16).expect("a number") & 1 << 24 != 0
 }

@@ -222,7 +222,7 @@ async fn one_writer_means_one_and_full_is_an_answer() {
     let up = Up::start();
     let body = CreateWorkspace { size_mib: Some(16), max_files: Some(1024), single_writer: true, ..Default::default() };
     let workspace = up.workspace(body).await;
-    let one = up.with(&workspace).await;
+    let mut one = up.with(&workspace).await;
     up.ok(&one, "echo first > a").await;
     let refusing =
         WorkspaceChoice { id: Some(workspace.id), if_busy: Some(IfBusy::Refuse), ..WorkspaceChoice::default() };
@@ -248,9 +248,21 @@ async fn one_writer_means_one_and_full_is_an_answer() {
     let (code, said) = up.sh(&one, "for i in $(seq 901 1100); do echo > f$i || exit 7; done").await;
     assert!(code == 7 && said.contains("No space left on device"), "{said}");
     assert_eq!(up.ok(&one, "cat a").await, "first\n");
-    // More room comes while it is used, and room that came free is the host's again without anybody's end.
-    let grown = up.client.workspace_update(&name, &resize).await.expect("grow");
+    // More room comes while it is used, where the host lets that be; elsewhere the refusal says what to do.
+    let grown = match up.client.workspace_update(&name, &resize).await {
+        Err(refused) if !durable::may_resize_mounted() => {
+            assert_eq!(refused.code(), Some(ErrorCode::Conflict));
+            assert!(refused.to_string().contains("CAP_SYS_RESOURCE"), "{refused}");
+            assert_eq!(up.client.workspace_show(&name).await.expect("show").size_mib, 16);
+            up.client.session_terminate(&one).await.expect("terminate");
+            let grown = up.client.workspace_update(&name, &resize).await.expect("grow at rest");
+            one = up.with(&workspace).await;
+            grown
+        }
+        grown => grown.expect("grow"),
+    };
     assert_eq!(grown.size_mib, 32);
+    // Room that came free is the host's again without anybody's end.
     up.ok(&one, "rm f*; dd if=/dev/urandom of=big bs=64k count=384; sync; cat a").await;
     let on_host = async || up.client.workspace_show(&name).await.expect("show").usage.expect("usage").host_bytes;
     assert!(on_host().await >= 24 << 20);

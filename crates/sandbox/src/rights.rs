@@ -22,8 +22,16 @@ pub const HOST: CapabilitySet = CapabilitySet::CHOWN
     .union(CapabilitySet::SYS_ADMIN)
     .union(CapabilitySet::SYS_CHROOT)
     .union(CapabilitySet::SYS_PTRACE)
-    // ADR 16: ext4 lets nobody else resize what is mounted.
+    // ADR 16: see `may_resize_mounted`. A host that does not give it goes without.
     .union(CapabilitySet::SYS_RESOURCE);
+
+/// Whether this thread may resize an ext4 that is mounted: the kernel lets only who may pass every limit.
+///
+/// # Errors
+/// The kernel does not say.
+pub fn may_resize_mounted() -> io::Result<bool> {
+    Ok(rustix::thread::capabilities(None)?.effective.contains(CapabilitySet::SYS_RESOURCE))
+}
 
 /// What an official jailer needs: nodes for devices, a root, a user. Part of [`HOST`].
 pub const JAILER: CapabilitySet = CapabilitySet::CHOWN

@@ -23,6 +23,7 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -34,7 +35,7 @@ use crate::disk;
 use crate::held::remove_tree;
 use crate::id::{UidBlock, VolumeId};
 use crate::jail::Access;
-use crate::sys;
+use crate::{rights, sys};
 
 use device::{device_of, mount_disk};
 use lent::Lent;
@@ -58,6 +59,9 @@ const RECORD_BYTES: u64 = 8 * 1024;
 
 /// How long a disk may take to be let go by the kernel after its last user ended: it is flushed meanwhile.
 const QUIET_WITHIN: Duration = Duration::from_secs(60);
+
+/// The same for one that may well have users: they are told of soon.
+const LET_GO_WITHIN: Duration = Duration::from_secs(3);
 
 /// Bytes of a block of ext4, as it is made here.
 const BLOCK: u64 = 4096;
@@ -445,10 +449,11 @@ impl Volumes {
         Ok(())
     }
 
-    /// Raises the cap, whoever uses it meanwhile.
+    /// Raises the cap: of one that is used only where this process may pass every limit, which is who the kernel lets resize
+    /// what is mounted.
     ///
     /// # Errors
-    /// [`Error::Plan`], [`Error::NotThere`], [`Error::Step`].
+    /// [`Error::Plan`], [`Error::NotThere`], [`Error::InUse`], [`Error::Step`].
     pub fn grow(&self, id: VolumeId, mib: u64) -> Result<(), Error> {
         let turn = self.turn(id);
         let _turn = lock(&turn);
@@ -467,16 +472,26 @@ impl Volumes {
         plan.check()?;
         let step = || format!("grow {id}");
         let backing = self.open_disk(id)?;
+        if !rights::may_resize_mounted().map_err(at(step()))? {
+            self.wait_until_quiet(&backing, LET_GO_WITHIN).map_err(|_| Error::InUse(id))?;
+        }
+        let device = device_of(&backing).map_err(at("look for its disk"))?;
         // A resize that failed half-way has left the file as large as this or larger; it never becomes smaller.
         let bytes = size(mib, files).max(backing.metadata().map_err(at(step()))?.len());
         backing.set_len(bytes).map_err(at(step()))?;
-        if let Some((device, _)) = device_of(&backing).map_err(at("look for its disk"))? {
-            sys::disk::look_again(device.as_fd()).map_err(at(step()))?;
+        match device {
+            None => {
+                self.resize_at_rest(id)?;
+                backing.sync_all().map_err(at(step()))?;
+            }
+            Some((device, _)) => {
+                sys::disk::look_again(device.as_fd()).map_err(at(step()))?;
+                let mounted = self.mount_now(id, Access::Writable)?;
+                let root = self.top(id, &mounted)?;
+                sys::disk::grow(root.as_fd(), bytes / BLOCK).map_err(at(step()))?;
+                rustix::fs::syncfs(&root).map_err(at(step()))?;
+            }
         }
-        let mounted = self.mount_now(id, Access::Writable)?;
-        let root = self.top(id, &mounted)?;
-        sys::disk::grow(root.as_fd(), bytes / BLOCK).map_err(at(step()))?;
-        rustix::fs::syncfs(&root).map_err(at(step()))?;
         let path = self.place(id).join(RECORD);
         let new = self.place(id).join(format!("{RECORD}.new"));
         let text = serde_json::to_vec(&Record { plan, first_uid })
@@ -485,6 +500,23 @@ impl Volumes {
             .and_then(|()| File::open(&new)?.sync_all())
             .and_then(|()| fs::rename(&new, &path))
             .map_err(at(format!("write {}", path.display())))
+    }
+
+    /// Makes the file system as large as its file.
+    fn resize_at_rest(&self, id: VolumeId) -> Result<(), Error> {
+        let program = self.mkfs.with_file_name("resize2fs");
+        let ran = Command::new(&program)
+            .arg("-f")
+            .arg(self.place(id).join(DISK))
+            .env_clear()
+            .stdin(Stdio::null())
+            .output()
+            .map_err(at(format!("run {}", program.display())))?;
+        if ran.status.success() {
+            return Ok(());
+        }
+        let said: String = String::from_utf8_lossy(&ran.stderr).trim().chars().take(400).collect();
+        Err(disk::Error::Mkfs { program, said }.into())
     }
 
     fn top(&self, id: VolumeId, mounted: &Mounted) -> Result<OwnedFd, Error> {
@@ -515,7 +547,7 @@ impl Volumes {
             Medium::Disk { .. } => match self.open_disk(id) {
                 Ok(backing) => {
                     // A server that has just ended lets go of it in a moment.
-                    self.wait_until_quiet(&backing).map_err(|_| Error::InUse(id))?;
+                    self.wait_until_quiet(&backing, QUIET_WITHIN).map_err(|_| Error::InUse(id))?;
                     freed = backing.metadata().map(|meta| meta.blocks() * 512).unwrap_or(0);
                 }
                 Err(Error::Step { source, .. }) if source.kind() == io::ErrorKind::NotFound => {}
@@ -563,8 +595,8 @@ impl Volumes {
         }
     }
 
-    fn wait_until_quiet(&self, backing: &File) -> io::Result<()> {
-        let deadline = Instant::now() + QUIET_WITHIN;
+    fn wait_until_quiet(&self, backing: &File, within: Duration) -> io::Result<()> {
+        let deadline = Instant::now() + within;
         while device_of(backing)?.is_some() {
             if Instant::now() >= deadline {
                 return Err(io::ErrorKind::TimedOut.into());

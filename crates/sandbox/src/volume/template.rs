@@ -110,7 +110,7 @@ impl Volumes {
             Err(error) => return Err(at(step())(error)),
         }
         drop(mounted);
-        self.wait_until_quiet(&file).map_err(at(format!("unmount {}", path.display())))
+        self.wait_until_quiet(&file, super::QUIET_WITHIN).map_err(at(format!("unmount {}", path.display())))
     }
 }
 
