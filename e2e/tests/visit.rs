@@ -172,13 +172,7 @@ async fn an_apps_quota_is_named_when_a_workspace_is_made_and_when_it_grows() {
     let daemon = instance.up();
     let client = instance.client();
     let quota = AppQuota { workspace_mib: Some(64), ..AppQuota::default() };
-    let app = CreateApp {
-        name: "shop".into(),
-        labels: Default::default(),
-        defaults: Default::default(),
-        limits: Default::default(),
-        quota,
-    };
+    let app = CreateApp { name: "shop".into(), quota, ..CreateApp::default() };
     client.app_create(&app).await.expect("an App");
     let shop = client.clone().of_app("shop");
     let sized = |size_mib| CreateWorkspace { size_mib: Some(size_mib), ..CreateWorkspace::default() };

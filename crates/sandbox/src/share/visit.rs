@@ -158,7 +158,8 @@ impl Tree {
     fn open(&self, path: &[u8], flags: OFlags) -> Result<OwnedFd> {
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS | ResolveFlags::NO_XDEV;
         let name = text(if path.is_empty() { &b"/"[..] } else { path })?;
-        let flags = flags | OFlags::CLOEXEC | OFlags::NOCTTY;
+        // No flag more: openat2 takes few beside O_PATH, and no device can be opened in here.
+        let flags = flags | OFlags::CLOEXEC;
         rustix::fs::openat2(&self.root, &name, flags, Mode::empty(), resolve).map_err(told(path))
     }
 

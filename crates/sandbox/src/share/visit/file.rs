@@ -1,13 +1,13 @@
 //! Single files and directories of a visited tree.
 
-use std::ffi::{CString, OsStr};
+use std::ffi::{CStr, CString, OsStr};
 use std::fs::File;
 use std::io::Write as _;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::ffi::OsStrExt;
 
 use pepo_proto::{EntryKind, Event, FailureCode, FileStat, Frame, Make, MakeKind, Read, Rename, Write};
-use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, Stat};
+use rustix::fs::{AtFlags, Dir, FileType, Mode, OFlags, RenameFlags, Stat};
 use rustix::io::Errno;
 
 use super::wire::Wire;
@@ -112,7 +112,7 @@ impl Tree {
         };
         let (name, file) = temporary(&directory, own.to_bytes()).map_err(told(given))?;
         let filled = fill(wire, given, file, mode, before.as_ref())
-            .and_then(|()| rustix::fs::renameat(&directory, &name, &directory, &own).map_err(told(given)));
+            .and_then(|()| rename_at(&directory, &name, &directory, &own).map_err(told(given)));
         if filled.is_err() {
             // It is hidden and its name random: left behind it takes space, nothing else.
             let _ = rustix::fs::unlinkat(&directory, &name, AtFlags::empty());
@@ -167,7 +167,7 @@ impl Tree {
         let (Some((old, old_name)), Some((new, new_name))) = (self.above(from, false)?, self.above(to, false)?) else {
             return Err(invalid("the top of a tree has no other name"));
         };
-        rustix::fs::renameat(&old, &old_name, &new, &new_name).map_err(told(from))
+        rename_at(&old, &old_name, &new, &new_name).map_err(told(from))
     }
 
     pub(super) fn remove(&self, path: &[u8], recursive: bool) -> Result<()> {
@@ -184,6 +184,11 @@ impl Tree {
         let removed = remove_tree(directory.as_fd(), OsStr::from_bytes(own.to_bytes()), DEPTH as u32);
         removed.map_err(|error| told(path)(Errno::from_io_error(&error).unwrap_or(Errno::IO)))
     }
+}
+
+/// The call of the two of that name that a share server makes: no visit may make the other.
+fn rename_at(old: &OwnedFd, old_name: &CStr, new: &OwnedFd, new_name: &CStr) -> Result<(), Errno> {
+    rustix::fs::renameat_with(old, old_name, new, new_name, RenameFlags::empty())
 }
 
 const DIRECTORY_MODE: Mode = Mode::from_raw_mode(0o755);
