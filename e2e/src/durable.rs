@@ -206,8 +206,8 @@ pub async fn many_files(count: usize, descriptors: u64) {
         "import random\nrandom.seed(7)\nfor n in random.sample(range({count}), min({count}, 2000)):\n\
          \x20   assert open(f'd{{n % 100}}/f{{n}}').read() == f'{{n}}\\n', n\nprint('same')"
     );
-    up.put(&session, "random.py", &line).await;
-    assert_eq!(up.ok(&session, "python3 /tmp/random.py").await, "same\n");
+    up.put(&session, "scattered.py", &line).await;
+    assert_eq!(up.ok(&session, "python3 /tmp/scattered.py").await, "same\n");
     up.client.session_terminate(&session).await.expect("terminate");
     up.end().await;
 }

@@ -470,7 +470,7 @@ impl Workspaces {
         // What there is room for is decided with the record; the tree follows, or the record goes back.
         self.0.store.write(Write::GrowWorkspace(Box::new(row.clone()), self.budget())).await?;
         if let Err(error) = self.0.host.volume_grow(volume(row.id), size_mib).await {
-            self.0.store.write_later(Write::Workspace(Box::new(before))).await;
+            self.0.store.write(Write::Workspace(Box::new(before))).await?;
             return Err(match busy(error) {
                 Error::Busy(used) => Error::Busy(format!(
                     "{used}, and this host lets pepo-host grow only what nobody uses (CAP_SYS_RESOURCE): \
