@@ -211,18 +211,14 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_exist_yet_is_refused_with_its_reason() {
-        let net = refusal(&["pepo", "run", "--net", "lan", "--", "true"]);
-        assert!(net.contains("`lan` is not a network policy"), "{net}");
-        let shared = refusal(&["pepo", "run", "-v=/x:/y", "--", "true"]);
-        assert!(shared.contains("does not exist in this release"), "{shared}");
-    }
-
-    #[test]
     fn values_that_are_wrong_are_told_by_flag() {
         let text = refusal(&["pepo", "run", "--memory", "lots", "--", "true"]);
         assert!(text.contains("invalid value 'lots' for '--memory <SIZE>'"), "{text}");
         assert!(text.contains("`lots` is not a size: a bare number is MiB, else 512m, 2G, 1T"), "{text}");
+        let net = refusal(&["pepo", "run", "--net", "lan", "--", "true"]);
+        assert!(net.contains("`lan` is not a network policy"), "{net}");
+        let volume = refusal(&["pepo", "run", "-v", "/x", "--", "true"]);
+        assert!(volume.contains("`/x` is not HOSTDIR:/GUESTDIR or HOSTDIR:/GUESTDIR:ro"), "{volume}");
         assert!(refusal(&["pepo", "run", "--imgae", "x", "--", "true"]).contains("'--imgae'"), "no command by mistake");
         assert!(refusal(&["pepo", "run"]).contains("<CMD>..."), "a command is needed");
         assert!(refusal(&["pepo", "run", "-d", "--out", "x", "--", "true"]).contains("cannot be used with"));
