@@ -172,7 +172,7 @@ fn a_client_that_dies_takes_its_command_along() {
 }
 
 #[test]
-fn what_does_not_exist_yet_is_refused_by_name() {
+fn what_is_not_there_is_refused_by_name() {
     let instance = Instance::new();
     for (args, word) in [
         (&["run", "--net", "public", "--", "true"][..], "net"),
