@@ -257,7 +257,7 @@ async fn one_writer_means_one_and_full_is_an_answer() {
     };
     assert_eq!(grown.size_mib, 32);
     // Room that came free is the host's again without anybody's end.
-    up.ok(&one, "rm f*; dd if=/dev/urandom of=big bs=64k count=384; sync; cat a").await;
+    up.ok(&one, "rm f*; dd if=/dev/urandom of=big bs=64k count=384 conv=fsync; cat a").await;
     let on_host = async || up.client.workspace_show(&name).await.expect("show").usage.expect("usage").host_bytes;
     assert!(on_host().await >= 24 << 20);
     up.ok(&one, "rm big; sync").await;
