@@ -333,6 +333,8 @@ pub mod file {
     pub const MEMORY: &str = "memory.json";
     /// The scratch disk of a VMM that takes paths, while it starts: from then on it has no name.
     pub const SCRATCH: &str = "scratch";
+    /// The socket over which the keeper of a VMM with a vsock device beside it is given calls to hold. Root's.
+    pub const CALLS: &str = "calls";
     /// The vsock device's own directory.
     pub const VSOCK: &str = "vsock";
     /// The directory of the relay's control stream, over which the relay mounts its root in its own namespace. Root's.

@@ -11,6 +11,7 @@
 //! Firecracker has its streams within, comes with a jailer, and is told over an API: [`official`]. Its guest begins after
 //! the rights are gone.
 
+mod calls;
 mod console;
 mod filter;
 mod official;
@@ -30,6 +31,7 @@ use crate::plan::StatePath;
 use crate::vmm::Boot;
 use crate::vmm::closure::Closure;
 
+pub(crate) use calls::give;
 pub use console::{Console, escape};
 pub(crate) use start::connect;
 

@@ -377,7 +377,8 @@ impl Work {
         let not_there = |state: &str| Refusal::NotThere { id, state: state.to_owned() };
         let uids = self.place.block.uids(id.slot());
         let plan: Plan = self.place.read(id, file::PLAN).map_err(|_| not_there("is not there"))?;
-        let (directory, socket, uid) = match plan.vmm.caps().streams {
+        let streams = plan.vmm.caps().streams;
+        let (directory, socket, uid) = match streams {
             Streams::Beside => {
                 (self.place.open_at(id, file::VSOCK, OFlags::DIRECTORY), vsock::STREAM_SOCKET, uids.vsock)
             }
@@ -385,7 +386,13 @@ impl Work {
         };
         let directory = directory.map_err(|_| not_there("does not run"))?;
         match connect(directory.as_fd(), socket, uid) {
-            Ok(stream) => Ok(stream),
+            Ok(stream) => {
+                if let (Streams::Beside, Ok(own)) = (streams, self.place.open_at(id, ".", OFlags::DIRECTORY)) {
+                    // Without it a caller that goes too early takes the device with it, as before.
+                    let _ = keeper::give(own.as_fd(), stream.as_fd());
+                }
+                Ok(stream)
+            }
             Err(error) if error.kind() == io::ErrorKind::WouldBlock => Err(failed("connect", error)),
             Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused) => {
                 Err(not_there("does not run"))

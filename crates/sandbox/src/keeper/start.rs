@@ -14,8 +14,9 @@ use rustix::mount::{MountFlags, MountPropagationFlags, UnmountFlags};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use rustix::process::{Resource, Rlimit};
 
+use super::calls::{self, Calls};
 use super::official::{self, Trees};
-use super::watch::{Control, Kept, Program};
+use super::watch::{Control, Device, Kept, Program};
 use super::{Error, FIXED_FDS, Order, Programs, tried};
 use crate::cgroup;
 use crate::chain;
@@ -37,8 +38,8 @@ pub(super) const LISTEN_WITHIN: Duration = Duration::from_secs(20);
 /// The largest file a keeper writes: its console ring has 256 KiB, its record a few.
 const LARGEST_FILE: u64 = 1 << 20;
 
-/// Descriptors a keeper has; about 12.
-const OPEN_FILES: u64 = 64;
+/// Descriptors a keeper has: about 12, and the calls that it holds.
+const OPEN_FILES: u64 = 64 + calls::MOST as u64;
 
 /// How long between two looks for its socket.
 pub(super) const LOOK: Duration = Duration::from_millis(2);
@@ -84,7 +85,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
 /// What runs now, and what the keeper keeps of it.
 pub(super) struct Started {
     pub vmm: Program,
-    pub device: Option<Program>,
+    pub device: Option<Device>,
     pub console: UnixStream,
     pub control: Control,
 }
@@ -123,10 +124,16 @@ fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd, tap: Option<OwnedFd>)
     // It greets once it is in its jail; until then its launcher shares our mounts. The greeting itself is read later.
     greeted(&control, &mut vmm, &vmm_log)?;
 
-    let device = Program::new(device, vec![device_log]).map_err(tried("watch the vsock device"))?;
+    let program = Program::new(device, vec![device_log]).map_err(tried("watch the vsock device"))?;
+    let calls = Calls::bind(&order.directory).map_err(tried("make a place for calls"))?;
     let vmm = Program::new(vmm, vec![vmm_log]).map_err(tried("watch the VMM"))?;
     leave_root(&order.directory)?;
-    Ok(Started { vmm, device: Some(device), console: console.into(), control: Control::Qmp(control.into()) })
+    Ok(Started {
+        vmm,
+        device: Some(Device { program, calls }),
+        console: console.into(),
+        control: Control::Qmp(control.into()),
+    })
 }
 
 /// Writes itself into every hierarchy and looks that it is there: before anything of the Sandbox is allocated.

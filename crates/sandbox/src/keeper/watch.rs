@@ -13,6 +13,7 @@ use std::time::{Duration, Instant, SystemTime};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{Mode, OFlags};
 
+use super::calls::Calls;
 use super::console::Ring;
 use serde::Serialize;
 
@@ -119,6 +120,12 @@ pub(super) fn said(log: BorrowedFd<'_>) -> String {
     escape(String::from_utf8_lossy(&text).trim(), SAID)
 }
 
+/// The vsock device beside a VMM.
+pub(super) struct Device {
+    pub program: Program,
+    pub calls: Calls,
+}
+
 /// The control connection before it is spoken on.
 pub(super) enum Control {
     /// QEMU's, ungreeted.
@@ -143,7 +150,7 @@ enum Line {
 /// A running Sandbox.
 pub(super) struct Kept {
     vmm: Program,
-    device: Option<Program>,
+    device: Option<Device>,
     console: Option<UnixStream>,
     control: Option<Control>,
     ring: Ring,
@@ -193,15 +200,18 @@ impl Kept {
     fn watch(&mut self, mut line: Line) -> ExitRecord {
         let mut give_up: Option<Instant> = None;
         loop {
-            let until = match &line {
-                Line::Api { next, .. } => Some(give_up.map_or(*next, |at| at.min(*next))),
-                Line::Qmp(_) | Line::Gone => give_up,
+            let asks = match &line {
+                Line::Api { next, .. } => Some(*next),
+                Line::Qmp(_) | Line::Gone => None,
             };
+            let calls = self.device.as_ref().and_then(|device| device.calls.until());
+            let until = [asks, give_up, calls].into_iter().flatten().min();
             let ready = self.wait(line.stream(), until);
             self.copy_console();
             self.vmm.listen();
             if let Some(device) = &mut self.device {
-                device.listen();
+                device.program.listen();
+                device.calls.tend();
             }
             self.hear(&mut line);
             if self.shutdown.is_some() && give_up.is_none() {
@@ -211,7 +221,7 @@ impl Kept {
                 self.last_words(&mut line);
                 return self.record(Left::Vmm, Some(status));
             }
-            if let Some(status) = self.device.as_mut().and_then(Program::status) {
+            if let Some(status) = self.device.as_mut().and_then(|device| device.program.status()) {
                 // Without it no one reaches the guest again. If the VMM ends at the same time, its end says more.
                 proc::wait(self.vmm.pidfd.as_fd(), BESIDE);
                 return match self.vmm.status() {
@@ -242,12 +252,14 @@ impl Kept {
 
     /// Waits until something can be read or has ended.
     fn wait(&self, control: Option<&UnixStream>, until: Option<Instant>) -> io::Result<()> {
-        let programs = || std::iter::once(&self.vmm).chain(&self.device);
+        let device = self.device.as_ref();
+        let programs = || std::iter::once(&self.vmm).chain(device.map(|device| &device.program));
         let readable = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
         let mut fds: Vec<PollFd<'_>> = programs().map(|one| readable(one.pidfd.as_fd())).collect();
         fds.extend(self.console.as_ref().map(|fd| readable(fd.as_fd())));
         fds.extend(control.map(|fd| readable(fd.as_fd())));
         fds.extend(programs().flat_map(|one| &one.logs).map(|fd| readable(fd.as_fd())));
+        fds.extend(device.into_iter().flat_map(|device| device.calls.fds()).map(readable));
         let left = until.map(|until| until.saturating_duration_since(Instant::now()));
         let time = left.map(|left| Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() });
         match poll(&mut fds, time.as_ref()) {
@@ -338,7 +350,7 @@ impl Kept {
     fn record(&mut self, left: Left, status: Option<ExitStatus>) -> ExitRecord {
         use std::os::unix::process::ExitStatusExt;
         let mut stderr = match (left, &mut self.device) {
-            (Left::Device, Some(device)) => device.text(),
+            (Left::Device, Some(device)) => device.program.text(),
             _ => self.vmm.text(),
         };
         let code = status.and_then(|status| status.code());

@@ -79,6 +79,7 @@ async fn unprivileged(name: &str, socket: OwnedFd, args: &[&str]) {
     match name {
         "serve" => serve(&host).await,
         "endings" => endings(&host, args[0]).await,
+        "hang-up" => hang_up(&host).await,
         "cycles" => cycles(&host, args[0].parse().unwrap()).await,
         "leave" => leave(&host).await,
         "adopt" => take_over(&host).await,
@@ -161,6 +162,18 @@ async fn serve(host: &Host) {
     assert_eq!(exit.cause, Cause::Stopped);
     assert!(exit.released.is_ok(), "{:?}", exit.released);
     assert_eq!(host.found().await.unwrap(), []);
+}
+
+/// Calls that are given up at any moment hurt no later one.
+async fn hang_up(host: &Host) {
+    let active = start(host).await;
+    for n in 0..200 {
+        // From at once to longer than an answer takes.
+        let _ = tokio::time::timeout(Duration::from_micros(50 * n), active.guest().ops()).await;
+    }
+    assert_eq!(crate::tests::output(&active, &["/bin/echo", "ripe"]).await, "ripe\n");
+    let exit = active.stop(GRACE).await;
+    assert!(exit.cause == Cause::Stopped && exit.released.is_ok(), "{exit:?}");
 }
 
 /// Something ends it; the end is noticed in under 2 s and told truly.

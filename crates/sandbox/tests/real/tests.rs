@@ -22,6 +22,7 @@ pub const ALL: &[(&str, fn())] = &[
     ("a_killed_vsock_device_is_told", || endings("device", "vmm_exit")),
     ("a_killed_keeper_is_told", || endings("keeper", "killed_outside")),
     ("memory_over_the_cap_is_told", || endings("memory", "out_of_memory")),
+    ("whoever_hangs_up_hurts_nobody_else", || life_of_its_own("hang-up", &[])),
     ("a_sandbox_outlives_its_pepod_and_is_adopted", adopted),
     ("what_a_dead_pepod_left_is_swept", swept),
     ("the_cgroups_of_this_host_cap_count_kill_and_go", cgroups),
