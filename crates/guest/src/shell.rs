@@ -53,6 +53,10 @@ const LET_GO: Duration = Duration::from_secs(5);
 /// How often it is told meanwhile.
 const AGAIN: Duration = Duration::from_millis(50);
 
+/// How often it is looked whether it has heard, each time, and how long between two looks.
+const LOOKS: usize = 20;
+const LOOK: Duration = Duration::from_millis(1);
+
 /// The signal at which bash gives up its line: of the real-time ones, which nothing else uses. Bash takes an interrupt that
 /// comes while it waits for a program only if the program died of one too; its trap of a signal runs before the line goes on.
 const GIVE_UP: i32 = 62;
@@ -282,11 +286,29 @@ impl Bash {
         let _ = sys::pidfd_signal(self.pidfd.as_fd(), signal);
     }
 
-    /// Ends what the command runs and makes the shell give up its line: told first, so that it does not go on to the line's
-    /// next program when this one is gone.
-    fn interrupt(&self, tree: &Tree) {
+    /// Makes the shell give up its line, and then ends what the command runs: a shell that hears of both at once goes on to
+    /// what the line says next. One that has not heard yet is told again.
+    async fn interrupt(&self, tree: &Tree) {
         self.signal(GIVE_UP);
-        tree.signal(libc::SIGKILL, Some(self.pid));
+        if self.has_heard().await {
+            tree.signal(libc::SIGKILL, Some(self.pid));
+        }
+    }
+
+    /// Whether the shell has taken [`GIVE_UP`] up: it waits again, or goes on without ever waiting.
+    async fn has_heard(&self) -> bool {
+        let mut pending = true;
+        for _ in 0..LOOKS {
+            let status = fs::read_to_string(format!("/proc/{}/status", self.pid)).unwrap_or_default();
+            let field = |name: &str| status.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default().trim();
+            let waits = |set: &str| u64::from_str_radix(field(set), 16).is_ok_and(|set| set >> (GIVE_UP - 1) & 1 == 1);
+            pending = waits("ShdPnd:") || waits("SigPnd:");
+            if !pending && field("State:").starts_with('S') {
+                return true;
+            }
+            sleep(LOOK).await;
+        }
+        !pending
     }
 }
 
@@ -432,7 +454,7 @@ async fn run(
             () = op.wake.notified() => {}
             () = until(deadline), if killed.is_none() => op.ask_kill(Cause::Timeout),
             () = until(lease), if killed.is_none() => op.ask_kill(Cause::Killed),
-            _ = again.tick(), if killed.is_some() && has_begun => bash.interrupt(&tree),
+            _ = again.tick(), if killed.is_some() && has_begun => bash.interrupt(&tree).await,
             ready = bash.lines.writable(), if !rest.is_empty() => {
                 let Ok(mut ready) = ready else { break None };
                 match ready.try_io(|lines| Ok(rustix::io::write(lines.get_ref(), rest)?)) {
