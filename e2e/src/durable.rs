@@ -4,7 +4,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use pepo_api::client::{Client, body_from};
-use pepo_api::query::{ShowSession, WriteFile};
+use pepo_api::query::{ShowCommand, ShowSession, WriteFile};
 use pepo_api::{
     CreateCommand, CreateSession, CreateWorkspace, Reason, Session, SessionState, Text, Workspace, WorkspaceChoice,
 };
@@ -58,8 +58,14 @@ impl Up {
     /// What a line of shell comes to.
     pub async fn sh(&self, session: &str, line: &str) -> (i32, String) {
         let command = CreateCommand { command: Some(line.into()), wait_seconds: Some(300), ..CreateCommand::default() };
-        let output = self.client.command_create(session, &command).await.expect("a command");
-        let end = output.command.end.unwrap_or_else(|| panic!("`{line}` goes on"));
+        let mut output = self.client.command_create(session, &command).await.expect("a command");
+        let began = Instant::now();
+        while output.command.end.is_none() {
+            assert!(began.elapsed() < 10 * LIMIT, "`{line}` goes on");
+            let show = ShowCommand { wait_seconds: Some(60), ..ShowCommand::default() };
+            output = self.client.command_show(session, output.command.id, &show).await.expect("show");
+        }
+        let end = output.command.end.expect("an end");
         let text = |text: &Text| match text {
             Text::Utf8(text) => text.clone(),
             Text::Binary { base64 } => base64.clone(),
