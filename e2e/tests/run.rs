@@ -177,7 +177,7 @@ fn what_is_not_there_is_refused_by_name() {
     for (args, word) in [
         (&["run", "--net", "public", "--", "true"][..], "net"),
         (&["run", "--workspace", "w", "--", "true"][..], "workspace"),
-        (&["run", "-v", "/tmp:/data", "--", "true"][..], "volume"),
+        (&["run", "-v", "/nowhere:/data", "--", "true"][..], "/nowhere"),
     ] {
         let ran = instance.pepo(args).run();
         assert_ne!(ran.code(), Some(0), "{ran}");
