@@ -185,7 +185,7 @@ async fn a_change_cuts_what_it_forbids_and_death_of_the_daemon_changes_nothing()
     patch(&client, &session, one).await;
     println!("network.policy_change_live {:?}", begun.elapsed());
     // What the server's own buffers still take is a little; then nothing more.
-    until_still("the download stops", MINUTE, &streamed);
+    until_still("the download stops", MINUTE, streamed);
     assert_eq!(
         reached(&client, &session, &[SERVER, OTHER], 80).await,
         ["refused".to_owned(), format!("reached {OTHER}")]
@@ -243,7 +243,7 @@ async fn an_app_narrows_what_its_sessions_reach_at_once_and_counts_add_up() {
     let streamed = || world.server(web).streamed.load(Ordering::Relaxed);
     until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
     app(r#"{"mode": "allow", "allow": [{"cidr": "9.0.0.0/8", "ports": [80]}]}"#).await;
-    until_still("the download stops", MINUTE, &streamed);
+    until_still("the download stops", MINUTE, streamed);
     let narrowed = ["refused".to_owned(), format!("reached {OTHER}"), "refused".to_owned()];
     assert_eq!(reached(&client, &session, &all, 80).await, narrowed);
     let shown = client.session_show(&id, &Default::default()).await.expect("show");
