@@ -186,7 +186,7 @@ E"#;
     until("the download begins", MINUTE, || (streamed() > 4096).then_some(()));
     let other = update(r#"{"mode": "allow", "allow": [{"domain": "b.example.com"}]}"#);
     client.session_update(&id, &other).await.expect("update");
-    until_still("the download stops", MINUTE, &streamed);
+    until_still("the download stops", MINUTE, streamed);
     assert_eq!(run(&client, &session, "getent hosts a.example.com || echo none").await, "none\n");
     drop(daemon);
     tokio::task::spawn_blocking(move || instance.end()).await.expect("the end");
