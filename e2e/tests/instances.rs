@@ -8,7 +8,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
-use pepo_e2e::{Instance, Options, images, until};
+use pepo_e2e::{Instance, Options, bin, images, until};
 use rustix::process::{Pid, Signal, kill_process};
 
 #[test]
@@ -68,6 +68,47 @@ fn a_second_up_says_who_runs_it() {
     up.signal(Signal::INT);
     let first = up.wait();
     assert_eq!(first.code(), Some(0), "{first}");
+    instance.end();
+}
+
+/// A Session with a program that does not hear that it shall end, and so takes the whole grace.
+fn slow_to_end(instance: &Instance) {
+    let session = instance.pepo(["session", "create", "-q", "--workspace", "none"]).ok().out().trim().to_owned();
+    let line = "trap '' TERM; while :; do sleep 1; done";
+    instance.pepo(["exec", "-d", &session, "--", "sh", "-c", line]).ok();
+}
+
+#[test]
+fn down_waits_for_what_is_ending_and_says_stopped_of_nothing_that_runs() {
+    let instance = Instance::new();
+    // Somebody asked `pepo up` to end already: a second asker cuts nothing short.
+    let up = instance.up();
+    slow_to_end(&instance);
+    up.signal(Signal::TERM);
+    let down = instance.pepo(["down"]).ok();
+    assert!(down.out().contains("stopped"), "{down}");
+    let up = up.wait();
+    assert_eq!(up.code(), Some(0), "{up}");
+    instance.must_be_clean();
+
+    // Told twice not to wait, it says what that means.
+    let up = instance.up();
+    slow_to_end(&instance);
+    up.signal(Signal::TERM);
+    up.says("stopping", Duration::from_secs(10));
+    up.signal(Signal::TERM);
+    let up = up.wait();
+    assert_eq!(up.code(), Some(1), "{up}");
+    assert!(!up.out().contains("stopped") && up.err().contains("some may go on"), "{up}");
+    assert!(!instance.pids(instance.vmm()).is_empty(), "nothing runs: {up}");
+    // Where the host's cgroups cannot be seen (as in `ip netns exec`) nothing of that is known to be gone.
+    let hidden = "umount -l /sys && exec \"$0\" down";
+    let pepo = bin("pepo");
+    let blind = instance.program_at("/usr/bin/unshare".into());
+    let blind = blind.args(["-m", "sh", "-c", hidden, &pepo.to_string_lossy()]).run();
+    assert!(blind.code() != Some(0) && !blind.out().contains("stopped"), "{blind}");
+    assert!(blind.err().contains("no cgroup hierarchy that can be seen here"), "{blind}");
+    instance.pepo(["down"]).ok();
     instance.end();
 }
 

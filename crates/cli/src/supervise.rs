@@ -108,18 +108,18 @@ impl Supervisor {
             }
         };
         if !wanted {
-            self.stop(&mut daemon, None, &mut interrupts).await;
+            self.stop(&mut daemon, None, &mut interrupts).await?;
             return Ok(0);
         }
         let first = interrupts.unless(start_edge(&edge_program, &self.instance)).await;
         let mut edge = match first {
             Ok(Ok(edge)) => edge,
             Ok(Err(failure)) => {
-                self.stop(&mut daemon, None, &mut interrupts).await;
+                self.stop(&mut daemon, None, &mut interrupts).await?;
                 return Err(failure);
             }
             Err(caught) => {
-                self.stop(&mut daemon, None, &mut interrupts).await;
+                self.stop(&mut daemon, None, &mut interrupts).await?;
                 return Ok(caught.exit_code());
             }
         };
@@ -127,11 +127,11 @@ impl Supervisor {
         match interrupts.unless(answers(&edge.url)).await {
             Ok(Ok(())) => self.greet(&edge.url, key.as_deref(), begun.elapsed())?,
             Ok(Err(failure)) => {
-                self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await;
+                self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await?;
                 return Err(failure);
             }
             Err(_) => {
-                self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await;
+                self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await?;
                 return Ok(0);
             }
         }
@@ -140,7 +140,7 @@ impl Supervisor {
                 biased;
                 _ = interrupts.end() => {
                     render::say("stopping")?;
-                    self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await;
+                    self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await?;
                     render::say("stopped")?;
                     return Ok(0);
                 }
@@ -176,7 +176,7 @@ impl Supervisor {
                         match interrupts.unless(edge_pause.wait(edge.since)).await {
                             Ok(()) => {}
                             Err(_) => {
-                                self.stop(&mut daemon, None, &mut interrupts).await;
+                                self.stop(&mut daemon, None, &mut interrupts).await?;
                                 return Ok(0);
                             }
                         }
@@ -228,8 +228,9 @@ impl Supervisor {
         }
     }
 
-    /// Ends the edge, then the daemon with every Sandbox. A signal meanwhile ends the patience.
-    async fn stop(&self, daemon: &mut Daemon, edge: Option<&mut Child>, interrupts: &mut Interrupts) {
+    /// Ends the edge, then the daemon with every Sandbox. A signal meanwhile ends the patience; what did not end in order
+    /// may have left Sandboxes that go on.
+    async fn stop(&self, daemon: &mut Daemon, edge: Option<&mut Child>, interrupts: &mut Interrupts) -> Outcome<()> {
         if let Some(edge) = edge {
             stop_child(edge).await;
         }
@@ -240,14 +241,18 @@ impl Supervisor {
                 _ => false,
             }
         };
-        if interrupts.unless(orderly).await != Ok(true) {
-            note("the daemon does not end by itself; it gets a signal");
-            daemon.signal(Signal::TERM);
-            if tokio::time::timeout(TERM, daemon.ended()).await.is_err() {
-                daemon.signal(Signal::KILL);
-                let _ = tokio::time::timeout(TERM, daemon.ended()).await;
-            }
+        if interrupts.unless(orderly).await == Ok(true) {
+            return Ok(());
         }
+        note("the daemon does not end by itself; it gets a signal");
+        daemon.signal(Signal::TERM);
+        if tokio::time::timeout(TERM, daemon.ended()).await.is_err() {
+            daemon.signal(Signal::KILL);
+            let _ = tokio::time::timeout(TERM, daemon.ended()).await;
+        }
+        let prefix = self.instance.prefix();
+        Err(Failure::new("the daemon ended before its Sandboxes: some may go on")
+            .hint(format!("`{prefix}pepo down` removes them; `{prefix}pepo up` takes them over")))
     }
 }
 

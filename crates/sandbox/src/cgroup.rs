@@ -53,7 +53,9 @@ const OWN_LEAF: &str = "pepod";
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
     /// The host has no usable hierarchy for these.
-    #[error("no cgroup hierarchy offers {0}")]
+    #[error(
+        "no cgroup hierarchy that can be seen here offers {0} (`ip netns exec` hides them all; `nsenter --net` does not)"
+    )]
     Absent(String),
     /// A file or directory of it refuses.
     #[error("{what} {}", path.display())]
