@@ -317,7 +317,7 @@ impl<'a> Holdings<'a> {
         match kind {
             Kind::Processes => self.end_processes(),
             Kind::Areas => self.remove_areas(),
-            Kind::Network => net::slot::release(self.place.names(self.id)),
+            Kind::Network => net::slot::release(self.place, self.id),
             Kind::Cgroup => {
                 self.place.cgroups.leaf(self.place.cgroup(self.id)).remove(REMOVED_WITHIN).map_err(io::Error::other)
             }

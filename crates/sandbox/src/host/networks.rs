@@ -49,7 +49,7 @@ fn refused(error: Error) -> Refusal {
 
 impl Networks {
     pub fn new(place: &Place, settings: Option<Settings>) -> io::Result<Self> {
-        let wall = settings.as_ref().map(|settings| Wall::new(place.tag, place.block, settings.floor.clone()));
+        let wall = settings.as_ref().map(|settings| Wall::new(place.tag, place.block, settings.clone()));
         Ok(Networks { wall: wall.transpose()?, settings, slots: Mutex::default(), known: Mutex::default() })
     }
 

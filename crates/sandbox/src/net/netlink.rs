@@ -1,7 +1,8 @@
 //! The kernel's two network interfaces for programs, synchronously: one socket, one request, its answer.
 //!
-//! `route` makes links, addresses, routes and queues, `tables` changes and reads the elements of nftables. A socket belongs
-//! to the namespace of the thread that opened it, and stays there: a slot's sockets are opened once inside it.
+//! `route` makes links, addresses, routes and queues, `tables` changes and reads the elements of nftables, `connections`
+//! forgets what a Sandbox left in the table of connections. A socket belongs to the namespace of the thread that opened it,
+//! and stays there: a slot's sockets are opened once inside it.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,6 +15,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, Protocol, RecvFlags, SendFlags, SocketFlags, SocketType};
 
+pub mod connections;
 pub mod route;
 pub mod tables;
 

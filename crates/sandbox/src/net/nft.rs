@@ -127,9 +127,9 @@ table inet {TABLE} {{
 		iifname "{TAP}" ct state new ct mark 0 jump fresh
 	}}
 	chain fresh {{
-		ct count over {connections} counter name crowded drop
 		limit rate over {flows}/second burst {flow_burst} packets counter name hasty drop
 		ip daddr {GATEWAY} return
+		ct count over {connections} counter name crowded drop
 		meta mark set ip daddr map @ranges
 		meta l4proto {{ tcp, udp }} ct mark set meta mark . meta l4proto . th dport map @services return
 		icmp type echo-request ct mark set meta mark map @pings return
@@ -208,7 +208,10 @@ table inet {TABLE} {{
 }
 
 /// The wall in the host's namespace: in place of the one that may be there, at one moment.
-pub fn outside(tag: Tag, block: UidBlock, floor: &Floor) -> String {
+///
+/// It counts connections by itself, a quarter above what a Sandbox may have: a guest can end one for the wall inside alone,
+/// with a packet that dies between the two (of too short a life, too large), and the host would keep it for days.
+pub fn outside(tag: Tag, block: UidBlock, limits: &Limits, floor: &Floor) -> String {
     let (table, ours, addresses) = (address::host_table(tag), address::veth_prefix(tag), address::of_block(block));
     let mut opened = String::new();
     for opening in &floor.open {
@@ -230,11 +233,13 @@ pub fn outside(tag: Tag, block: UidBlock, floor: &Floor) -> String {
         }
     }
     let floor = elements(floor);
+    let connections = limits.connections.saturating_add(limits.connections / 4);
     format!(
         r#"table inet {table} {{ }}
 delete table inet {table}
 table inet {table} {{
 	set floor {{ type ipv4_addr; flags interval; elements = {{ {floor} }}; }}
+	set tracked {{ type ipv4_addr; flags dynamic; size 16384; }}
 	chain first {{
 		type filter hook prerouting priority raw; policy accept;
 		iifname "{ours}*" jump from
@@ -257,6 +262,7 @@ table inet {table} {{
 	chain out {{
 		oifname "pp*" drop
 		ip daddr @floor jump closed
+		ct state new ct status & confirmed == 0 add @tracked {{ ip saddr ct count over {connections} }} drop
 	}}
 	chain in {{
 		meta protocol != ip drop
@@ -282,8 +288,8 @@ table inet {table} {{
     )
 }
 
-/// What makes ended connections of Sandboxes leave the host's table of connections early, so that the quota of one is not
-/// its recent past. Loaded after [`outside`], where the kernel can do it.
+/// What makes ended connections of Sandboxes leave the host's table of connections at once, so that the quota of one is not
+/// its recent past: those that are over are not counted, but kept. Loaded after [`outside`], where the kernel can do it.
 pub fn quick_ends(tag: Tag) -> String {
     let (table, ours) = (address::host_table(tag), address::veth_prefix(tag));
     format!(
@@ -291,7 +297,7 @@ pub fn quick_ends(tag: Tag) -> String {
 	ct timeout quick {{
 		protocol tcp;
 		l3proto ip;
-		policy = {{ syn_sent: 30, syn_recv: 30, fin_wait: 30, close_wait: 60, last_ack: 15, time_wait: 15, close: 5 }};
+		policy = {{ syn_sent: 30, syn_recv: 30, fin_wait: 30, close_wait: 60, last_ack: 15, time_wait: 2, close: 1 }};
 	}}
 	chain ends {{
 		type filter hook prerouting priority mangle; policy accept;
@@ -345,7 +351,7 @@ mod tests {
         let closed = ["203.0.113.9/32", "9.9.0.0/16"].map(|text| text.parse().expect("range"));
         let floor = Floor::with(closed, open);
         let tag = "ab1c".parse().expect("tag");
-        golden("outside.nft", &(outside(tag, block(), &floor) + &quick_ends(tag)));
+        golden("outside.nft", &(outside(tag, block(), &Limits::default(), &floor) + &quick_ends(tag)));
     }
 
     #[test]

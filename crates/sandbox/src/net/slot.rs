@@ -27,6 +27,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use super::address::{
     self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX, HOST_END, NAMESPACES, TABLE, TAP, UPLINK,
 };
+use super::netlink::connections::Connections;
 use super::netlink::route::{End, Route};
 use super::netlink::tables::{Change, Element, Tables};
 use super::policy::{Compiled, Floor, Policy};
@@ -139,6 +140,8 @@ impl Slot {
         let mut host = Route::open().map_err(tried("ask for the host's links"))?;
         let mtu = uplink_mtu(&mut host).map_err(tried("look at the host's routes"))?;
         let here = own_namespace().map_err(tried("open the host's namespace"))?;
+        // What an earlier Sandbox of the slot may have left would be counted as this one's.
+        forget(between);
         let pin = Pin::new(names).map_err(tried("make a place for the namespace"))?;
         let relay_uid = place.block.uids(slot).relay;
         let text = nft::inside(between, relay_uid, &settings.limits, &settings.floor);
@@ -318,7 +321,7 @@ pub(super) fn probe() -> Result<(), Error> {
         let uplink = route.link(UPLINK).map_err(tried("find a veth"))?.index;
         route.limit(uplink, Some(1 << 20)).map_err(tried("limit a rate"))?;
         loaded(nft::inside(GUEST, block.first, &Limits::default(), &floor))?;
-        loaded(nft::outside(tag, block, &floor))?;
+        loaded(nft::outside(tag, block, &Limits::default(), &floor))?;
         let policy = changes(&Compiled::new(&Policy::public(), &floor));
         Tables::open().and_then(|mut tables| tables.change(TABLE, &policy)).map_err(tried("change the rules"))
     })
@@ -438,11 +441,23 @@ fn veth_of(route: &mut Route, names: Names) -> io::Result<Option<u32>> {
     }
 }
 
+/// Takes a slot's connections out of the host's table: nobody ends them any more.
+fn forget(between: Ipv4Addr) {
+    match Connections::open().and_then(|mut connections| connections.forget(between)) {
+        Ok(0) => {}
+        Ok(count) => tracing::debug!(%between, count, "connections of a Sandbox that ended are forgotten"),
+        // The kernel forgets them itself, later.
+        Err(error) => tracing::debug!(%between, %error, "connections of a Sandbox that ended stay in the host's table"),
+    }
+}
+
 /// Gives a Sandbox's network back. What is not there is given back.
-pub(crate) fn release(names: Names) -> io::Result<()> {
+pub(crate) fn release(place: &Place, id: SandboxId) -> io::Result<()> {
+    let names = Names { tag: place.tag, id };
     let mut route = Route::open()?;
     if let Some(index) = veth_of(&mut route, names)? {
         route.remove(index)?;
+        forget(address::of_slot(place.block, id.slot()));
     }
     let path = path(names);
     match rustix::mount::unmount(&path, UnmountFlags::DETACH | UnmountFlags::NOFOLLOW) {

@@ -8,8 +8,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::{Mutex, PoisonError};
 
 use super::netlink::tables::Tables;
-use super::policy::Floor;
-use super::{address, nft};
+use super::{Settings, address, nft};
 use crate::id::{Tag, UidBlock};
 
 /// An instance's wall.
@@ -17,15 +16,15 @@ use crate::id::{Tag, UidBlock};
 pub(crate) struct Wall {
     tag: Tag,
     block: UidBlock,
-    floor: Floor,
+    settings: Settings,
     tables: Mutex<Tables>,
-    /// Whether this life has loaded it: one of an earlier life may have another floor.
+    /// Whether this life has loaded it: one of an earlier life may have another floor, or other limits.
     loaded: Mutex<bool>,
 }
 
 impl Wall {
-    pub fn new(tag: Tag, block: UidBlock, floor: Floor) -> io::Result<Self> {
-        Ok(Wall { tag, block, floor, tables: Mutex::new(Tables::open()?), loaded: Mutex::new(false) })
+    pub fn new(tag: Tag, block: UidBlock, settings: Settings) -> io::Result<Self> {
+        Ok(Wall { tag, block, settings, tables: Mutex::new(Tables::open()?), loaded: Mutex::new(false) })
     }
 
     /// Whether the table is there.
@@ -42,7 +41,8 @@ impl Wall {
         if *loaded && self.stands()? {
             return Ok(false);
         }
-        nft::load(&nft::outside(self.tag, self.block, &self.floor))?;
+        let Settings { limits, floor, .. } = &self.settings;
+        nft::load(&nft::outside(self.tag, self.block, limits, floor))?;
         // A kernel without this forgets ended connections later, no more.
         if let Err(error) = nft::load(&nft::quick_ends(self.tag)) {
             tracing::debug!(%error, "ended connections stay in the host's table for the usual time");

@@ -8,6 +8,7 @@ use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,7 +29,9 @@ const READY: usize = 16;
 /// How long a ready socket is good: the host's resolver may have moved since.
 const FRESH: Duration = Duration::from_secs(30);
 
-/// Queries under way at once, all Sandboxes together.
+/// Queries under way at once, all Sandboxes together. None has more than half of what is left free, so that some are left
+/// for others whatever it asks (whoever asks for names of a server that never answers holds each for seconds), and the first
+/// of each waits for one.
 const AT_ONCE: usize = 256;
 
 /// How often a query is sent.
@@ -66,6 +69,19 @@ pub trait Source: Send + Sync + 'static {
     fn sockets(&self, kind: Kind, server: usize, most: usize) -> impl Future<Output = io::Result<Vec<OwnedFd>>> + Send;
 }
 
+/// Queries of one resolver under way.
+#[derive(Debug, Default)]
+pub struct Share(AtomicUsize);
+
+/// One of them, until it is dropped.
+struct Turn<'a>(&'a Share);
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        self.0.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
 /// The way upstream, shared by all resolvers of an instance.
 pub struct Lines<S> {
     source: S,
@@ -82,9 +98,16 @@ impl<S: Source> Lines<S> {
     /// Asks upstream and returns the one answer to this query.
     ///
     /// # Errors
-    /// [`Why::Silent`], [`Why::Wrong`], [`Why::Large`], [`Why::Upstream`], [`Why::NoServer`].
-    pub async fn ask(&self, query: &Query) -> Result<Message, Why> {
-        let _turn = self.at_once.try_acquire().map_err(|_| Why::Silent)?;
+    /// [`Why::Rate`], [`Why::Silent`], [`Why::Wrong`], [`Why::Large`], [`Why::Upstream`], [`Why::NoServer`].
+    pub async fn ask(&self, query: &Query, share: &Share) -> Result<Message, Why> {
+        let others = share.0.fetch_add(1, Ordering::Relaxed);
+        let _turn = Turn(share);
+        let _line = match others {
+            0 => tokio::time::timeout(WAIT, self.at_once.acquire()).await.map_err(|_| Why::Rate)?.ok(),
+            _ if others * 2 < self.at_once.available_permits() => self.at_once.try_acquire().ok(),
+            _ => None,
+        }
+        .ok_or(Why::Rate)?;
         let mut why = Why::Silent;
         for attempt in 0..ATTEMPTS {
             match self.attempt(query, attempt).await {

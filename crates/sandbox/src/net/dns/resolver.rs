@@ -19,7 +19,7 @@ use hickory_proto::rr::{Record, RecordType};
 use tokio::sync::mpsc;
 
 use super::chase::{Chase, Found, Next};
-use super::lines::{Lines, Source};
+use super::lines::{Lines, Share, Source};
 use super::{Event, GRACE, LONGEST, SHORTEST, Scope, Why, special};
 use crate::net::{HostName, Mode, Opened, RuleNumber};
 
@@ -116,6 +116,7 @@ struct Known {
 /// The resolver of one Sandbox.
 pub struct Resolver<S, D> {
     lines: Arc<Lines<S>>,
+    share: Share,
     doors: D,
     scope: Mutex<Scope>,
     known: Mutex<BTreeMap<HostName, Known>>,
@@ -132,6 +133,7 @@ impl<S: Source, D: Doors> Resolver<S, D> {
     pub fn new(lines: Arc<Lines<S>>, doors: D, scope: Scope, events: mpsc::Sender<Event>) -> Arc<Self> {
         Arc::new(Resolver {
             lines,
+            share: Share::default(),
             doors,
             scope: Mutex::new(scope),
             known: Mutex::default(),
@@ -261,7 +263,7 @@ impl<S: Source, D: Doors> Resolver<S, D> {
     async fn chase(&self, name: &HostName, kind: RecordType, scope: &Scope) -> Result<Found, Why> {
         let mut chase = Chase::new(name, kind).ok_or(Why::Malformed)?;
         loop {
-            let message = self.lines.ask(&chase.query()).await?;
+            let message = self.lines.ask(&chase.query(), &self.share).await?;
             match chase.feed(&message, &|address| scope.admits(address)) {
                 Next::Done(found) => return Ok(found),
                 Next::Failed(why) => return Err(why),

@@ -503,6 +503,36 @@ async fn a_silent_upstream_ends_in_time() {
     assert_eq!(bench.upstream.asked(), 3);
 }
 
+#[tokio::test]
+async fn whoever_asks_for_names_that_nobody_answers_leaves_lines_to_others() {
+    let upstream = Upstream::new(Arc::new(|query: &Message, over| match asked(query).ends_with(".slow.net") {
+        true => Vec::new(),
+        false => always(60, [93, 184, 216, 34])(query, over),
+    }))
+    .await;
+    let lines = Lines::new(To(Some(upstream.address)));
+    let resolver = || {
+        let (tell, _events) = mpsc::channel(1);
+        Resolver::new(Arc::clone(&lines), Seen::default(), public(), tell)
+    };
+    let others: Vec<_> = (0..8).map(|_| resolver()).collect();
+    for other in &others {
+        for number in 0..64 {
+            let other = Arc::clone(other);
+            tokio::spawn(async move { other.answer(&host(&format!("n{number}.slow.net")), RecordType::A).await });
+        }
+    }
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    let refused = |one: &Arc<Tested>| one.counts().tally().refused.get("dns_rate").copied().unwrap_or_default();
+    assert_eq!(refused(&others[0]), 0, "where nobody else asks one may have as many as a guest may ask at once");
+    assert!(others.iter().map(refused).sum::<u64>() > 200, "there is room for all of it");
+    let quiet = resolver();
+    for number in 0..10 {
+        let answer = quiet.answer(&host(&format!("n{number}.example.com")), RecordType::A).await;
+        assert!(answer.is_ok(), "{number}: {answer:?}");
+    }
+}
+
 /// The sockets of a guest's side, served.
 async fn served(resolver: &Arc<Tested>) -> (UdpSocket, SocketAddr, CancellationToken) {
     let udp = std::net::UdpSocket::bind("127.0.0.1:0").expect("bind");

@@ -4,11 +4,17 @@ use std::fs;
 use std::io;
 use std::path::Path;
 
-/// Settings of a new namespace. The kernel's own answers are kept quiet, ended connections are forgotten early.
+/// Settings of a new namespace, which has those of the host's for IPv4. The kernel's own answers are kept quiet, ended
+/// connections are forgotten early; what the host's table keeps for long is counted here as long.
 pub(super) fn settle() -> io::Result<()> {
     for (name, value) in [
         ("ipv4/ip_forward", "1"),
         ("ipv4/conf/all/accept_redirects", "0"),
+        ("ipv4/conf/all/accept_source_route", "0"),
+        ("ipv4/conf/all/route_localnet", "0"),
+        ("ipv4/conf/default/route_localnet", "0"),
+        ("ipv4/conf/all/proxy_arp", "0"),
+        ("ipv4/conf/default/proxy_arp", "0"),
         ("ipv4/conf/all/send_redirects", "0"),
         ("ipv4/conf/default/send_redirects", "0"),
         ("ipv4/conf/all/rp_filter", "0"),
@@ -20,7 +26,7 @@ pub(super) fn settle() -> io::Result<()> {
         ("netfilter/nf_conntrack_tcp_timeout_fin_wait", "30"),
         ("netfilter/nf_conntrack_tcp_timeout_time_wait", "15"),
         ("netfilter/nf_conntrack_udp_timeout", "30"),
-        ("netfilter/nf_conntrack_icmp_timeout", "10"),
+        ("netfilter/nf_conntrack_icmp_timeout", "30"),
     ] {
         set(name, value)?;
     }
@@ -31,6 +37,7 @@ pub(super) fn settle() -> io::Result<()> {
 pub(super) fn guard(veth: &str) -> io::Result<()> {
     for (name, value) in [
         ("accept_redirects", "0"),
+        ("accept_source_route", "0"),
         ("send_redirects", "0"),
         ("proxy_arp", "0"),
         ("route_localnet", "0"),

@@ -6,6 +6,9 @@
 use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::time::{Duration, Instant};
 
+mod figures;
+mod host_table;
+
 use super::*;
 use crate::cgroup::Hierarchies;
 use crate::id::{Slot as Number, UidBlock};
@@ -42,7 +45,7 @@ fn in_a_world(index: u16, test: impl FnOnce(&World) + Send) {
             let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| test(&world)));
             // Given back whatever became of the test; the namespaces of host and internet go with their threads.
             for id in namespaces(world.place.tag).expect("namespaces") {
-                release(Names { tag: world.place.tag, id }).expect("release");
+                release(&world.place, id).expect("release");
             }
             if let Err(panic) = done {
                 std::panic::resume_unwind(panic);
@@ -115,7 +118,7 @@ impl World {
     }
 
     fn wall(&self) -> Wall {
-        let wall = Wall::new(self.place.tag, self.place.block, self.settings.floor.clone()).expect("wall");
+        let wall = Wall::new(self.place.tag, self.place.block, self.settings.clone()).expect("wall");
         assert!(wall.ensure().expect("loaded"));
         assert!(!wall.ensure().expect("stands"));
         wall
@@ -169,6 +172,7 @@ struct Packet {
     protocol: u8,
     body: Vec<u8>,
     fragment: u16,
+    hops: u8,
 }
 
 fn sum(parts: &[&[u8]]) -> [u8; 2] {
@@ -183,7 +187,7 @@ fn sum(parts: &[&[u8]]) -> [u8; 2] {
 impl Packet {
     fn new(to: Ipv4Addr, protocol: u8, body: Vec<u8>) -> Self {
         let (from_mac, to_mac) = (GUEST_MAC, GATEWAY_MAC);
-        Packet { from_mac, to_mac, tag: None, from: GUEST, to, protocol, body, fragment: 0 }
+        Packet { from_mac, to_mac, tag: None, from: GUEST, to, protocol, body, fragment: 0, hops: 64 }
     }
 
     fn udp(to: Ipv4Addr, port: u16, from_port: u16, text: &[u8]) -> Self {
@@ -191,13 +195,18 @@ impl Packet {
         Packet::new(to, 17, [&from_port.to_be_bytes()[..], &port.to_be_bytes(), &length, &[0, 0], text].concat())
     }
 
-    /// An opening segment of TCP.
-    fn syn(to: Ipv4Addr, port: u16, from_port: u16) -> Self {
-        let head = [&from_port.to_be_bytes()[..], &port.to_be_bytes(), &[0, 0, 0, 9, 0, 0, 0, 0, 0x50, 2, 0xff, 0xff]]
-            .concat();
+    /// A segment of TCP without anything in it.
+    fn tcp(to: Ipv4Addr, port: u16, from_port: u16, [sequence, acknowledged]: [u32; 2], flags: u8) -> Self {
+        let numbers = [sequence.to_be_bytes(), acknowledged.to_be_bytes()].concat();
+        let head = [&from_port.to_be_bytes()[..], &port.to_be_bytes(), &numbers, &[0x50, flags, 0xff, 0xff]].concat();
         let pseudo = [&GUEST.octets()[..], &to.octets(), &[0, 6, 0, 20]].concat();
         let checksum = sum(&[&pseudo, &head, &[0, 0, 0, 0]]);
         Packet::new(to, 6, [&head[..], &checksum, &[0, 0]].concat())
+    }
+
+    /// An opening segment of TCP.
+    fn syn(to: Ipv4Addr, port: u16, from_port: u16) -> Self {
+        Packet::tcp(to, port, from_port, [9, 0], 2)
     }
 
     fn icmp(to: Ipv4Addr, kind: u8) -> Self {
@@ -214,7 +223,7 @@ impl Packet {
         bytes.extend([8, 0]);
         let length = (20 + self.body.len() as u16).to_be_bytes();
         let fragment = self.fragment.to_be_bytes();
-        let mut head = [&[0x45, 0][..], &length, &[0x12, 0x34], &fragment, &[64, self.protocol, 0, 0]].concat();
+        let mut head = [&[0x45, 0][..], &length, &[0x12, 0x34], &fragment, &[self.hops, self.protocol, 0, 0]].concat();
         head.extend(self.from.octets());
         head.extend(self.to.octets());
         let checksum = sum(&[&head]);
@@ -764,13 +773,12 @@ fn a_wall_that_somebody_removes_is_put_back_and_nothing_is_left_at_the_end() {
         let names = Names { tag: world.place.tag, id };
         assert_eq!(present(names).len(), 2);
         // A release of one that had the slot before takes nothing of this one's.
-        let earlier = Names { tag: world.place.tag, id: SandboxId::new(id.slot()) };
-        release(earlier).expect("release");
+        release(&world.place, SandboxId::new(id.slot())).expect("release");
         assert_eq!(present(names).len(), 2, "an earlier one's release took it away");
         assert!(guest.reaches(&server));
         drop((slot, guest));
-        release(names).expect("release");
-        release(names).expect("absent is done");
+        release(&world.place, id).expect("release");
+        release(&world.place, id).expect("absent is done");
         assert!(present(names).is_empty());
         wall::remove(world.place.tag).expect("remove");
         wall::remove(world.place.tag).expect("absent is done");
