@@ -25,6 +25,13 @@ if [ $# = 0 ]; then
   cargo test --quiet --locked --release -p pepo-daemon --lib -- --ignored --nocapture \
     --exact store::session::tests::figure_of_sessions_that_the_store_takes | grep -E 'figure|FAILED' || code=1
 fi
+# Slots of the network are made without a guest, in namespaces of the test's own.
+case " ${*:-network} " in
+  *" network "*)
+    slots=$(cargo test --quiet --locked --release -p pepo-sandbox --lib --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)
+    as_root "$slots" --ignored --exact net::slot::tests::figures::figures_of_two_hundred_slots --nocapture | grep -E 'figure|FAILED' || code=1
+    ;;
+esac
 # The host's side of a start needs the two programs and no guest that runs.
 if [ -n "${PEPO_FIRECRACKER:-}" ]; then
   figures=$(cargo test --quiet --locked --release -p pepo-sandbox --test real --no-run --message-format=json | sed -n 's/.*"executable":"\([^"]*\)".*/\1/p' | tail -n 1)

@@ -7,14 +7,17 @@
 #![allow(clippy::panic, clippy::expect_used, clippy::unwrap_used, reason = "a test harness fails by panicking")]
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "times and leftovers are for whoever reads the run")]
 
+pub mod crowd;
 pub mod durable;
 mod host;
 mod instance;
+pub mod line;
 pub mod names;
 pub mod neighbours;
 mod program;
 pub mod strike;
 pub mod upgrade;
+pub mod walls;
 pub mod world;
 
 pub use host::{SANDBOX_UIDS, Snapshot, pids_named};

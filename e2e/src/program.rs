@@ -270,6 +270,11 @@ impl Started {
         String::from_utf8_lossy(&self.stdout.now()).into_owned()
     }
 
+    /// What it has complained of so far.
+    pub fn complaint(&self) -> String {
+        String::from_utf8_lossy(&self.stderr.now()).into_owned()
+    }
+
     /// Whether it still runs.
     pub fn runs(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))

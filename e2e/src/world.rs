@@ -10,8 +10,8 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
-use std::path::PathBuf;
-use std::process::Command;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
@@ -113,6 +113,10 @@ impl World {
         PathBuf::from("/run/netns").join(self.host())
     }
 
+    fn internet_namespace(&self) -> PathBuf {
+        PathBuf::from("/run/netns").join(self.internet())
+    }
+
     /// Runs something in the internet.
     pub fn in_internet<T: Send>(&self, work: impl FnOnce() -> T + Send) -> T {
         Self::inside(&self.internet(), work)
@@ -125,10 +129,22 @@ impl World {
 
     /// Runs `nft` on the host.
     pub fn nft(&self, words: &[&str]) -> String {
-        let space = format!("--net=/run/netns/{}", self.host());
-        let done = Command::new("nsenter").arg(space).arg("nft").args(words).output().expect("nft");
-        assert!(done.status.success(), "nft {words:?}: {}", String::from_utf8_lossy(&done.stderr));
-        String::from_utf8_lossy(&done.stdout).into_owned()
+        nft(&self.host_namespace(), words, "")
+    }
+
+    /// Counts in the internet what comes from the host and this says, under this name, until it is read.
+    pub fn count(&self, name: &str, what: &str) {
+        let text = format!(
+            "table ip seen {{\n counter {name} {{ }}\n chain in {{\n type filter hook prerouting priority raw;\n iifname lan {what} counter name {name}\n }}\n}}\n"
+        );
+        nft(&self.internet_namespace(), &["-f", "-"], &text);
+    }
+
+    /// How many packets came of that, from now on counted anew.
+    pub fn counted(&self, name: &str) -> u64 {
+        let text = nft(&self.internet_namespace(), &["reset", "counter", "ip", "seen", name], "");
+        let count = text.split("packets ").nth(1).and_then(|rest| rest.split(' ').next()?.parse().ok());
+        count.unwrap_or_else(|| panic!("{text}"))
     }
 
     /// Whether somebody without a policy, on the host, reaches that.
@@ -183,6 +199,18 @@ impl Drop for World {
             }
         }
     }
+}
+
+/// Runs `nft` in a namespace, with that for its input; what it printed.
+pub(crate) fn nft(space: &Path, words: &[&str], input: &str) -> String {
+    let mut command = Command::new("nsenter");
+    command.arg(format!("--net={}", space.display())).arg("nft").args(words);
+    let mut child =
+        command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("nsenter");
+    child.stdin.take().expect("piped").write_all(input.as_bytes()).expect("write");
+    let done = child.wait_with_output().expect("nft");
+    assert!(done.status.success(), "nft {words:?}: {}", String::from_utf8_lossy(&done.stderr));
+    String::from_utf8_lossy(&done.stdout).into_owned()
 }
 
 fn listener(port: u16) -> TcpListener {

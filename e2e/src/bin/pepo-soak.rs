@@ -1,7 +1,8 @@
 //! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; every process dead at
-//! every moment of a Sandbox's life; Workspaces under kills and loads; an upgrade from the previous commit's programs; a browser.
+//! every moment of a Sandbox's life; Workspaces under kills and loads; crowds of connections and floods; an upgrade from the
+//! previous commit's programs; a browser.
 //!
-//! `pepo-soak [boots|deaths|keep|upgrade|browser]…`: those alone.
+//! `pepo-soak [boots|deaths|keep|crowds|upgrade|browser]…`: those alone.
 
 #![allow(clippy::panic, clippy::expect_used, reason = "a soak fails by panicking")]
 #![allow(clippy::print_stdout, reason = "its report is its purpose")]
@@ -9,14 +10,21 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use pepo_e2e::crowd::{FLOODS, Two};
 use pepo_e2e::strike::{Moment, Ring, Victim};
 use pepo_e2e::{Instance, Options, durable, upgrade};
 
 /// What is counted as a hang: a boot takes about two seconds.
 const HANG: Duration = Duration::from_secs(120);
 
-const PARTS: [(&str, fn()); 5] =
-    [("boots", boots), ("deaths", deaths), ("keep", keep), ("upgrade", upgrades), ("browser", browse)];
+const PARTS: [(&str, fn()); 6] = [
+    ("boots", boots),
+    ("deaths", deaths),
+    ("keep", keep),
+    ("crowds", crowds),
+    ("upgrade", upgrades),
+    ("browser", browse),
+];
 
 fn main() {
     let wanted: Vec<String> = std::env::args().skip(1).collect();
@@ -86,6 +94,32 @@ fn keep() {
     now(durable::kills(number("KILLS", 100).div_ceil(4) as usize));
     now(durable::many_files(number("FILES", 100_000) as usize, 4096));
     now(durable::large_file(4096));
+}
+
+/// 10,000 connections of one guest: all of them where the operator lets it, its share where not; then floods. Another guest
+/// opens its own beside all of it.
+fn crowds() {
+    const COUNT: usize = 10_000;
+    const LOOKS: usize = 200;
+    // At the second its pace is within its rate of new connections.
+    for (limits, pace, expected) in
+        [("connections = 12000\nflows = 20000\n", 0.02, COUNT..=COUNT), ("", 0.6, 900..=1024)]
+    {
+        let two = Two::new(limits);
+        println!("      another guest's connections with nothing beside them: {}", two.looks(LOOKS));
+        let (alive, looks) = two.connections(COUNT, pace, LOOKS);
+        println!("      {alive} of {COUNT} connections at once; another guest's meanwhile: {looks}");
+        assert!(expected.contains(&alive), "{alive} connections, not {expected:?}");
+        assert_eq!(looks.lost, 0);
+        if limits.is_empty() {
+            for flood in FLOODS {
+                let looks = two.beside(flood, LOOKS);
+                println!("      beside a flood of {}: {looks}", flood.name);
+                assert_eq!(looks.lost, 0, "beside a flood of {}", flood.name);
+            }
+        }
+        two.end();
+    }
 }
 
 fn boot(count: usize) {

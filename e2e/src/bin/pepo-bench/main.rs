@@ -10,6 +10,7 @@ mod exec;
 mod life;
 mod many;
 mod neighbours;
+mod network;
 mod room;
 mod table;
 mod workspace;
@@ -37,6 +38,7 @@ const GROUPS: &[(&str, Measure)] = &[
     ("back", Measure::Alone(life::back)),
     ("many", Measure::Alone(many::many)),
     ("neighbours", Measure::Alone(neighbours::neighbours)),
+    ("network", Measure::Alone(network::network)),
     ("workspace", Measure::Alone(workspace::workspace)),
 ];
 
