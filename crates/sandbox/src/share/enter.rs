@@ -132,9 +132,8 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     let whose = order.lender.map(|lender| (lender.uid, lender.gid));
     let tree = Tree::new(nodes, files, handles as usize, cache, proof.into_bytes(), whose);
     let bucket = io.map(Bucket::new);
-    let running =
-        step("start threads under the system call filter", Running::begin(tree, stream, null, bucket, filter::enter))?;
-    Ok(Ready::Serving(running))
+    let running = Running::begin(tree, stream, null, bucket, serve::PATIENCE, filter::enter);
+    Ok(Ready::Serving(step("start threads under the system call filter", running)?))
 }
 
 /// Writes itself into every hierarchy and looks that it is there.

@@ -2,7 +2,9 @@
 //!
 //! Each owner has an open file of its own for each file it locks: ranges (`fcntl`) are locks of that open file, whole files
 //! (`flock`) too, and the two kinds do not see each other, as on a local disk. Whoever has to wait is tried again until it
-//! has the lock, is interrupted, or its server ends; then the host's kernel gives back whatever was held.
+//! has the lock, is interrupted, or its server ends; then the host's kernel gives back whatever was held. A lock ends with
+//! its owner's flush, and at the latest with the open file of the guest's through which it was taken: of locks that belong
+//! to an open file (`F_OFD_SETLK`) a guest's kernel tells nothing else.
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
@@ -36,6 +38,8 @@ pub(super) struct Holder {
 pub(super) struct Wanted {
     /// By whom, of what.
     pub by: Holder,
+    /// Through which open file of the guest's.
+    pub through: u64,
     /// Kind and range.
     pub lock: RangeLock,
 }
@@ -52,8 +56,15 @@ pub(super) struct Waiter {
 /// All locks of one mount.
 #[derive(Debug, Default)]
 pub(super) struct Locks {
-    held: Mutex<HashMap<Holder, OwnedFd>>,
+    held: Mutex<HashMap<Holder, Held>>,
     waiting: Mutex<Waiting>,
+}
+
+#[derive(Debug)]
+struct Held {
+    file: OwnedFd,
+    /// The open file of the guest's through which it was taken last.
+    through: u64,
 }
 
 #[derive(Debug, Default)]
@@ -69,7 +80,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl Locks {
     /// Takes, changes or gives back a lock without waiting; `WouldBlock` where it is another's. `open` opens the file.
     pub fn set(&self, wanted: Wanted, open: impl FnOnce() -> io::Result<OwnedFd>) -> io::Result<()> {
-        let Wanted { by, lock: range } = wanted;
+        let Wanted { by, through, lock: range } = wanted;
         let mut held = lock(&self.held);
         if !held.contains_key(&by) {
             if range.kind == libc::F_UNLCK as i16 {
@@ -78,9 +89,10 @@ impl Locks {
             if held.len() >= MOST {
                 return Err(errno(libc::ENOLCK));
             }
-            held.insert(by, open()?);
+            held.insert(by, Held { file: open()?, through });
         }
-        let Some(file) = held.get(&by) else { return Err(errno(libc::ENOLCK)) };
+        let Some(Held { file, through: last }) = held.get_mut(&by) else { return Err(errno(libc::ENOLCK)) };
+        *last = through;
         if by.whole {
             let operation = match i32::from(range.kind) {
                 libc::F_RDLCK => FlockOperation::NonBlockingLockShared,
@@ -98,16 +110,23 @@ impl Locks {
         let held = lock(&self.held);
         match held.get(&wanted.by) {
             // Through its own open file: its own locks are not in its way.
-            Some(file) => sys::get_range_lock(file.as_fd(), wanted.lock),
+            Some(held) => sys::get_range_lock(held.file.as_fd(), wanted.lock),
             None => sys::get_range_lock(open()?.as_fd(), wanted.lock),
         }
     }
 
     /// Gives back what that owner holds.
     pub fn leave(&self, by: Holder) {
-        let file = lock(&self.held).remove(&by);
+        let held = lock(&self.held).remove(&by);
         // The close is what gives back.
-        drop(file);
+        drop(held);
+    }
+
+    /// Gives back what was taken through an open file that the guest has closed: no owner is left that could have it.
+    pub fn closed(&self, through: u64) {
+        let gone: Vec<Held> =
+            lock(&self.held).extract_if(|_, held| held.through == through).map(|(_, held)| held).collect();
+        drop(gone);
     }
 
     /// Lets a request wait. `Err`: it was interrupted already, or too many wait.
@@ -173,7 +192,8 @@ mod tests {
     use super::*;
 
     fn wanted(owner: u64, whole: bool, kind: i32, start: i64, length: i64) -> Wanted {
-        Wanted { by: Holder { node: 1, owner, whole }, lock: RangeLock { kind: kind as i16, start, length } }
+        let lock = RangeLock { kind: kind as i16, start, length };
+        Wanted { by: Holder { node: 1, owner, whole }, through: 100 + owner, lock }
     }
 
     #[test]
@@ -194,6 +214,26 @@ mod tests {
         there.set(wanted(1, false, libc::F_RDLCK, 0, 10), open).expect("given back");
         drop(there);
         here.set(wanted(1, true, libc::F_WRLCK, 0, 0), open).expect("ended with its holder");
+    }
+
+    #[test]
+    fn a_lock_of_an_open_file_ends_with_it_and_another_owners_does_not() {
+        let file = tempfile::NamedTempFile::new().expect("file");
+        let open = || Ok(File::options().read(true).write(true).open(file.path())?.into());
+        let locks = Locks::default();
+        locks.set(wanted(1, false, libc::F_WRLCK, 0, 10), open).expect("one range");
+        locks.set(wanted(2, false, libc::F_WRLCK, 10, 10), open).expect("another");
+        locks.closed(101);
+        locks.set(wanted(3, false, libc::F_WRLCK, 0, 10), open).expect("given back");
+        let kept = locks.set(wanted(3, false, libc::F_WRLCK, 10, 10), open).expect_err("another's");
+        assert_eq!(kept.kind(), io::ErrorKind::WouldBlock);
+        // Whoever takes more through another open file has all of it through that one.
+        locks.set(Wanted { through: 7, ..wanted(2, false, libc::F_WRLCK, 30, 1) }, open).expect("more");
+        locks.closed(102);
+        let kept = locks.set(wanted(3, false, libc::F_WRLCK, 30, 1), open).expect_err("another's");
+        assert_eq!(kept.kind(), io::ErrorKind::WouldBlock);
+        locks.closed(7);
+        locks.set(wanted(3, false, libc::F_WRLCK, 10, 30), open).expect("given back");
     }
 
     #[test]

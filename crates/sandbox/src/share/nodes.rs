@@ -69,6 +69,8 @@ struct Node {
     file: Option<Arc<OwnedFd>>,
     /// Used since the hand came by.
     used: bool,
+    /// The hand will come by: it is in the clock, once.
+    queued: bool,
     /// Its descriptor is the only way to it.
     pinned: bool,
 }
@@ -79,6 +81,7 @@ struct Table {
     by_inode: HashMap<u64, u64>,
     /// Nodes with a descriptor that may be closed, in the order in which the hand passes them.
     clock: VecDeque<u64>,
+    /// Nodes with a descriptor, those that may not be closed among them.
     open: usize,
     pinned: usize,
     next: u64,
@@ -132,6 +135,7 @@ impl Nodes {
             children: 0,
             file: Some(root.clone()),
             used: true,
+            queued: false,
             pinned: true,
         };
         let table = Table {
@@ -179,11 +183,8 @@ impl Nodes {
                 }
                 let name = node.name.clone().ok_or(errno(libc::ESTALE))?;
                 missing.push((at, name, node.who));
+                // Up it goes until the top: `moved` lets no circle come about.
                 at = node.parent;
-                // No tree of nodes is a circle: a directory moved below itself is refused by the file system.
-                if missing.len() > self.most {
-                    return Err(errno(libc::ELOOP));
-                }
             }
         };
         while let Some((id, name, who)) = missing.pop() {
@@ -207,12 +208,17 @@ impl Nodes {
             }
             node.file = Some(file.clone());
             node.used = true;
-            table.clock.push_back(id);
             table.open += 1;
+            table.queue(id);
             // Ids of nodes that are gone stay behind until the hand comes by, or until they are the most.
             if table.clock.len() > 2 * table.open + 64 {
                 let Table { clock, nodes, .. } = &mut *table;
-                clock.retain(|id| nodes.get(id).is_some_and(|node| node.file.is_some() && !node.pinned));
+                clock.retain(|id| {
+                    nodes.get_mut(id).is_some_and(|node| {
+                        node.queued = node.file.is_some() && !node.pinned;
+                        node.queued
+                    })
+                });
             }
             table.make_room(self.room, &mut closed);
         }
@@ -249,6 +255,7 @@ impl Nodes {
             children: 0,
             file: None,
             used: false,
+            queued: false,
             pinned: false,
         };
         table.nodes.get_mut(&parent).ok_or(errno(libc::ESTALE))?.children += 1;
@@ -324,15 +331,19 @@ impl Nodes {
 impl Table {
     /// Where a node is found from now on.
     fn moved(&mut self, id: u64, parent: u64, name: &CStr) {
-        let Some(node) = self.nodes.get_mut(&id) else { return };
-        if id == ROOT || (node.parent == parent && node.name.as_deref() == Some(name)) {
+        let Some(node) = self.nodes.get(&id) else { return };
+        if id == ROOT || id == parent || (node.parent == parent && node.name.as_deref() == Some(name)) {
             return;
         }
+        if node.parent != parent {
+            self.lift_from_below(id, parent);
+        }
+        let Some(node) = self.nodes.get_mut(&id) else { return };
         let before = std::mem::replace(&mut node.parent, parent);
         node.name = Some(name.to_owned());
         if std::mem::take(&mut node.pinned) {
             self.pinned -= 1;
-            self.clock.push_back(id);
+            self.queue(id);
         }
         if before != parent {
             if let Some(new) = self.nodes.get_mut(&parent) {
@@ -343,6 +354,36 @@ impl Table {
             }
             let mut gone = Vec::new();
             self.leave(before, &mut gone);
+        }
+    }
+
+    /// Before a node is put below `parent`: where that is below the node by what is known here, others have moved it
+    /// meanwhile. Where to, its next lookup tells; until then it has a descriptor or nothing.
+    fn lift_from_below(&mut self, id: u64, parent: u64) {
+        let mut at = parent;
+        while at != ROOT {
+            let Some(node) = self.nodes.get_mut(&at) else { return };
+            if node.parent != id {
+                at = node.parent;
+                continue;
+            }
+            node.parent = ROOT;
+            node.name = None;
+            for (id, more) in [(id, -1), (ROOT, 1)] {
+                if let Some(node) = self.nodes.get_mut(&id) {
+                    node.children = node.children.saturating_add_signed(more);
+                }
+            }
+            return;
+        }
+    }
+
+    /// Lets the hand come by a node, once.
+    fn queue(&mut self, id: u64) {
+        if let Some(node) = self.nodes.get_mut(&id)
+            && !std::mem::replace(&mut node.queued, true)
+        {
+            self.clock.push_back(id);
         }
     }
 
@@ -371,18 +412,20 @@ impl Table {
         }
     }
 
-    /// Closes the longest unused descriptors beyond the room. (Second chance: what was used since the hand came by stays.)
+    /// Closes the longest unused descriptors beyond the room, of which those that may not be closed take up to a half.
+    /// (Second chance: what was used since the hand came by stays.)
     fn make_room(&mut self, room: usize, closed: &mut Vec<Arc<OwnedFd>>) {
         let mut looked_at = 0;
-        while self.open - self.pinned.min(self.open) > room && looked_at < 2 * room + 64 {
+        while self.open > room && looked_at < 2 * room + 64 {
             looked_at += 1;
             let Some(id) = self.clock.pop_front() else { return };
             let Some(node) = self.nodes.get_mut(&id) else { continue };
+            node.queued = false;
             if node.pinned || node.file.is_none() {
                 continue;
             }
             if std::mem::take(&mut node.used) {
-                self.clock.push_back(id);
+                self.queue(id);
                 continue;
             }
             closed.extend(node.file.take());
@@ -512,6 +555,95 @@ mod tests {
         // By somebody else, and unknown to us: found again as long as it is open, or told.
         let told = nodes.file(c).map(drop).map_err(|error| error.raw_os_error());
         assert!(matches!(told, Ok(()) | Err(Some(libc::ESTALE))), "{told:?}");
+    }
+
+    #[test]
+    fn a_directory_that_others_moved_below_its_own_child_makes_no_circle() {
+        let root = tempfile::tempdir().expect("directory");
+        let nodes = nodes(root.path(), 16);
+        fs::create_dir_all(root.path().join("d/e")).expect("directories");
+        let d = enter(&nodes, ROOT, "d");
+        let e = enter(&nodes, d, "e");
+        nodes.file(e).expect("open");
+        fs::rename(root.path().join("d/e"), root.path().join("e")).expect("rename");
+        fs::rename(root.path().join("d"), root.path().join("e/d")).expect("rename");
+        // By the open descriptor of the one, the other is found where it is now.
+        assert_eq!(enter(&nodes, e, "d"), d);
+        nodes.file(d).expect("through the open one");
+        for n in 0..100 {
+            fs::write(root.path().join(format!("f{n}")), "").expect("write");
+            nodes.file(enter(&nodes, ROOT, &format!("f{n}"))).expect("file");
+        }
+        // Closed meanwhile: where it went nobody has said, and whoever asks again is told.
+        for lost in [d, e] {
+            assert_eq!(nodes.file(lost).expect_err("found").raw_os_error(), Some(libc::ESTALE));
+        }
+        assert_eq!(enter(&nodes, ROOT, "e"), e);
+        nodes.file(d).expect("below the one that was found again");
+        nodes.forget(d, 2);
+        nodes.forget(e, 2);
+        assert_eq!(nodes.file(e).expect_err("forgotten").raw_os_error(), Some(libc::ESTALE));
+    }
+
+    #[test]
+    fn what_lost_its_name_takes_no_room_beyond_what_there_is() {
+        let root = tempfile::tempdir().expect("directory");
+        let nodes = nodes(root.path(), 16);
+        let ids: Vec<u64> = (0..200)
+            .map(|n| {
+                let name = name(&format!("f{n}"));
+                fs::write(root.path().join(format!("f{n}")), "").expect("write");
+                let id = enter(&nodes, ROOT, &format!("f{n}"));
+                if n % 2 == 0 {
+                    let held = nodes.before_loss(nodes.root(), ROOT, &name).expect("known");
+                    fs::remove_file(root.path().join(format!("f{n}"))).expect("remove");
+                    nodes.lost(held);
+                }
+                nodes.file(id).map(drop).unwrap_or_default();
+                assert!(nodes.count().1 <= 17, "{} descriptors are open", nodes.count().1);
+                id
+            })
+            .collect();
+        for (n, id) in ids.iter().enumerate() {
+            match n % 2 == 1 || n < 16 {
+                true => drop(nodes.file(*id).expect("by its name, or held")),
+                false if n < 150 => drop(nodes.file(*id).expect_err("more are held than there is room for")),
+                false => {}
+            }
+        }
+    }
+
+    #[test]
+    fn a_name_that_comes_and_goes_takes_no_memory() {
+        let root = tempfile::tempdir().expect("directory");
+        let nodes = nodes(root.path(), 16);
+        fs::write(root.path().join("a"), "").expect("write");
+        let id = enter(&nodes, ROOT, "a");
+        for _ in 0..1000 {
+            fs::hard_link(root.path().join("a"), root.path().join("b")).expect("link");
+            let held = nodes.before_loss(nodes.root(), ROOT, c"a").expect("known");
+            fs::remove_file(root.path().join("a")).expect("remove");
+            nodes.lost(held);
+            fs::rename(root.path().join("b"), root.path().join("a")).expect("rename");
+            assert_eq!(enter(&nodes, ROOT, "a"), id);
+        }
+        assert!(nodes.table().clock.len() <= 2, "the hand passes one file {} times", nodes.table().clock.len());
+    }
+
+    #[test]
+    fn more_nodes_than_there_may_be_are_refused_until_some_are_forgotten() {
+        let root = tempfile::tempdir().expect("directory");
+        let nodes = Nodes::new(fs::File::open(root.path()).expect("root").into(), 16, 11).expect("nodes");
+        let found = |n: u32| {
+            let name = name(&format!("f{n}"));
+            fs::write(root.path().join(format!("f{n}")), "").expect("write");
+            nodes.found(ROOT, &name, &look_at(nodes.root(), &name).expect("look"))
+        };
+        let ids: Vec<u64> = (0..10).map(|n| found(n).expect("room")).collect();
+        assert_eq!(found(10).expect_err("one more").raw_os_error(), Some(libc::ENFILE));
+        assert_eq!(found(3).expect("known already"), ids[3]);
+        nodes.forget(ids[0], 1);
+        found(10).expect("room again");
     }
 
     #[test]

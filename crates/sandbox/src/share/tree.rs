@@ -51,7 +51,6 @@ const ALONE: Duration = Duration::from_secs(86_400);
 struct Handle {
     file: File,
     node: u64,
-    append: AtomicBool,
     directory: bool,
 }
 
@@ -127,8 +126,8 @@ impl Tree {
         Ok(handle.clone())
     }
 
-    fn hold(&self, file: File, node: u64, flags: OFlags, directory: bool) -> io::Result<u64> {
-        let handle = Handle { file, node, append: AtomicBool::new(flags.contains(OFlags::APPEND)), directory };
+    fn hold(&self, file: File, node: u64, directory: bool) -> io::Result<u64> {
+        let handle = Handle { file, node, directory };
         let mut handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
         if handles.len() >= self.most {
             return Err(errno(libc::EMFILE));
@@ -143,6 +142,17 @@ impl Tree {
         drop(gone);
     }
 
+    /// A node's file. What others have moved away or replaced is still there for whoever has it open here.
+    fn file(&self, node: u64) -> io::Result<Arc<OwnedFd>> {
+        let error = match self.nodes.file(node) {
+            Err(error) if error.raw_os_error() == Some(libc::ESTALE) => error,
+            found => return found,
+        };
+        let handles = self.handles.lock().unwrap_or_else(PoisonError::into_inner);
+        let open = handles.values().find(|handle| handle.node == node).ok_or(error)?;
+        Ok(Arc::new(open.file.try_clone()?.into()))
+    }
+
     /// Opens the file of a descriptor anew, whatever it is called by now.
     fn again(&self, file: BorrowedFd<'_>, flags: OFlags) -> io::Result<OwnedFd> {
         Ok(rustix::fs::openat(&self.files, number(file), flags | OFlags::CLOEXEC | OFlags::NOCTTY, Mode::empty())?)
@@ -154,13 +164,13 @@ impl Tree {
         if self.nodes.who(node)?.kind() != libc::S_IFREG {
             return Err(errno(libc::ENXIO));
         }
-        self.again(self.nodes.file(node)?.as_fd(), flags)
+        self.again(self.file(node)?.as_fd(), flags)
     }
 
     /// A descriptor for a lock: one that may hold either kind where the tree can be written.
     pub fn open_for_lock(&self, wanted: &Wanted) -> io::Result<OwnedFd> {
         if wanted.by.whole && self.nodes.who(wanted.by.node)?.kind() == libc::S_IFDIR {
-            return self.again(self.nodes.file(wanted.by.node)?.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY);
+            return self.again(self.file(wanted.by.node)?.as_fd(), OFlags::RDONLY | OFlags::DIRECTORY);
         }
         match self.open_node(wanted.by.node, OFlags::RDWR) {
             Err(error) if matches!(error.raw_os_error(), Some(libc::EROFS | libc::EACCES | libc::ETXTBSY)) => {
@@ -228,7 +238,7 @@ impl FileSystem for Tree {
             let attr = self.proof_attributes()?;
             return Ok(Entry { inode: PROOF_NODE, attr, ..Entry::default() });
         }
-        match look_at(&*self.nodes.file(parent)?, name) {
+        match look_at(&*self.file(parent)?, name) {
             Ok(seen) => self.entry(parent, name, &seen),
             // Only where nobody else can make it appear is it remembered that it is not there.
             Err(error) if error.raw_os_error() == Some(libc::ENOENT) && self.cache == Cache::Alone => {
@@ -269,11 +279,11 @@ impl FileSystem for Tree {
     }
 
     fn readlink(&self, _ctx: &Context, node: u64) -> io::Result<Vec<u8>> {
-        Ok(rustix::fs::readlinkat(&*self.nodes.file(node)?, c"", Vec::new())?.into_bytes())
+        Ok(rustix::fs::readlinkat(&*self.file(node)?, c"", Vec::new())?.into_bytes())
     }
 
     fn symlink(&self, ctx: &Context, target: &CStr, parent: u64, name: &CStr) -> io::Result<Entry> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         self.act_as(ctx)?;
         rustix::fs::symlinkat(target, &*directory, name)?;
         self.made(parent, &directory, name)
@@ -295,21 +305,21 @@ impl FileSystem for Tree {
             // A device would be the host's: it means nothing here.
             _ => return Err(errno(libc::EPERM)),
         };
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         self.act_as(ctx)?;
         rustix::fs::mknodat(&*directory, name, kind, self.mode(bits), 0)?;
         self.made(parent, &directory, name)
     }
 
     fn mkdir(&self, ctx: &Context, parent: u64, name: &CStr, bits: u32, _umask: u32) -> io::Result<Entry> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         self.act_as(ctx)?;
         rustix::fs::mkdirat(&*directory, name, self.mode(bits))?;
         self.made(parent, &directory, name)
     }
 
     fn unlink(&self, _ctx: &Context, parent: u64, name: &CStr) -> io::Result<()> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         let known = self.nodes.before_loss(&directory, parent, name);
         rustix::fs::unlinkat(&*directory, name, AtFlags::empty())?;
         known.into_iter().for_each(|node| self.nodes.lost(node));
@@ -317,7 +327,7 @@ impl FileSystem for Tree {
     }
 
     fn rmdir(&self, _ctx: &Context, parent: u64, name: &CStr) -> io::Result<()> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         let known = self.nodes.before_loss(&directory, parent, name);
         rustix::fs::unlinkat(&*directory, name, AtFlags::REMOVEDIR)?;
         known.into_iter().for_each(|node| self.nodes.lost(node));
@@ -330,7 +340,7 @@ impl FileSystem for Tree {
         if flags.contains(RenameFlags::WHITEOUT) {
             return Err(errno(libc::EINVAL));
         }
-        let (from_file, to_file) = (self.nodes.file(from)?, self.nodes.file(to)?);
+        let (from_file, to_file) = (self.file(from)?, self.file(to)?);
         let replaced = match flags.is_empty() {
             true => self.nodes.before_loss(&to_file, to, new),
             false => None,
@@ -346,8 +356,8 @@ impl FileSystem for Tree {
     }
 
     fn link(&self, _ctx: &Context, node: u64, parent: u64, name: &CStr) -> io::Result<Entry> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
-        let file = self.nodes.file(node)?;
+        let (name, directory) = (plain(name)?, self.file(parent)?);
+        let file = self.file(node)?;
         rustix::fs::linkat(&self.files, number(file.as_fd()), &*directory, name, AtFlags::SYMLINK_FOLLOW)?;
         self.made(parent, &directory, name)
     }
@@ -411,26 +421,21 @@ impl FileSystem for Tree {
         self.flush_data(node, datasync, handle)
     }
 
-    fn fallocate(&self, _ctx: &Context, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
-        self.allocate(node, handle, bits, offset, length)
+    fn fallocate(&self, ctx: &Context, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
+        self.allocate(ctx, node, handle, bits, (offset, length))
     }
 
     fn release(
         &self,
         _ctx: &Context,
-        node: u64,
+        _node: u64,
         _flags: u32,
         handle: u64,
         _flush: bool,
-        flock_release: bool,
-        lock_owner: Option<u64>,
+        _flock_release: bool,
+        _lock_owner: Option<u64>,
     ) -> io::Result<()> {
-        if let Some(owner) = lock_owner {
-            self.locks.leave(Holder { node, owner, whole: false });
-            if flock_release {
-                self.locks.leave(Holder { node, owner, whole: true });
-            }
-        }
+        self.locks.closed(handle);
         self.let_go(handle);
         Ok(())
     }
@@ -488,6 +493,7 @@ impl FileSystem for Tree {
     }
 
     fn releasedir(&self, _ctx: &Context, _node: u64, _flags: u32, handle: u64) -> io::Result<()> {
+        self.locks.closed(handle);
         self.let_go(handle);
         Ok(())
     }

@@ -12,7 +12,7 @@ use fuse_backend_rs::api::filesystem::{GetxattrReply, ListxattrReply};
 use rustix::fs::{AtFlags, OFlags, XattrFlags};
 
 use super::super::nodes::{errno, look};
-use super::data::drop_set_ids;
+use super::data::{drop_set_ids, keep, to_keep};
 use super::{IDS, PROOF_NODE, Tree, number};
 
 /// The largest extended attribute, and the longest list of their names, bytes: the kernel's own bounds.
@@ -21,6 +21,12 @@ const ATTRIBUTE: usize = 64 * 1024;
 /// Which extended attributes are kept.
 fn is_kept(name: &CStr) -> bool {
     name.to_bytes().starts_with(b"user.") || name == c"security.capability"
+}
+
+/// Why one is not: a kind that there is elsewhere is answered by `code`.
+fn not_kept(name: &CStr, code: i32) -> io::Error {
+    let is_roots = [&b"trusted."[..], b"security."].iter().any(|kind| name.to_bytes().starts_with(kind));
+    errno(if is_roots { code } else { libc::EOPNOTSUPP })
 }
 
 fn time(seconds: i64, nanoseconds: i64, given: bool, now: bool) -> rustix::fs::Timespec {
@@ -37,7 +43,7 @@ impl Tree {
         if node == PROOF_NODE {
             return Ok((self.proof_attributes()?, Duration::ZERO));
         }
-        Ok((self.shown(&look(&*self.nodes.file(node)?)?), self.timeout()))
+        Ok((self.shown(&look(&*self.file(node)?)?), self.timeout()))
     }
 
     pub(super) fn proof_attributes(&self) -> io::Result<stat64> {
@@ -60,7 +66,7 @@ impl Tree {
             libc::S_IFDIR => OFlags::RDONLY | OFlags::DIRECTORY,
             _ => return Ok(None),
         };
-        self.again(self.nodes.file(node)?.as_fd(), flags).map(Some)
+        self.again(self.file(node)?.as_fd(), flags).map(Some)
     }
 
     pub(super) fn change(
@@ -74,7 +80,7 @@ impl Tree {
             return Err(errno(libc::EPERM));
         }
         let handle = handle.and_then(|handle| self.handle(handle, node).ok());
-        let file = self.nodes.file(node)?;
+        let file = self.file(node)?;
         if valid.contains(SetattrValid::MODE) {
             rustix::fs::chmodat(&self.files, number(file.as_fd()), self.mode(attr.st_mode), AtFlags::empty())?;
         }
@@ -99,10 +105,17 @@ impl Tree {
         }
         if valid.contains(SetattrValid::SIZE) {
             let size = u64::try_from(attr.st_size).map_err(|_| errno(libc::EINVAL))?;
-            match &handle {
-                Some(handle) if !handle.directory => rustix::fs::ftruncate(&handle.file, size)?,
-                _ => rustix::fs::ftruncate(self.open_node(node, OFlags::WRONLY | OFlags::NONBLOCK)?, size)?,
-            }
+            let opened;
+            let file = match &handle {
+                Some(handle) if !handle.directory => &handle.file,
+                _ => {
+                    opened = File::from(self.open_node(node, OFlags::WRONLY | OFlags::NONBLOCK)?);
+                    &opened
+                }
+            };
+            let bits = to_keep(file, !valid.contains(SetattrValid::KILL_SUIDGID))?;
+            rustix::fs::ftruncate(file, size)?;
+            keep(file, bits)?;
         }
         if valid.contains(SetattrValid::KILL_SUIDGID) && self.nodes.who(node)?.kind() == libc::S_IFREG {
             drop_set_ids(&File::from(self.open_node(node, OFlags::RDONLY | OFlags::NONBLOCK)?))?;
@@ -134,8 +147,7 @@ impl Tree {
 
     pub(super) fn set_attribute(&self, node: u64, name: &CStr, value: &[u8], flags: u32) -> io::Result<()> {
         if !is_kept(name) {
-            let is_list = name.to_bytes().starts_with(b"system.");
-            return Err(errno(if is_list { libc::EOPNOTSUPP } else { libc::EPERM }));
+            return Err(not_kept(name, libc::EPERM));
         }
         let file = self.for_attributes(node)?.ok_or(errno(libc::EPERM))?;
         let flags = XattrFlags::from_bits(flags).ok_or(errno(libc::EINVAL))?;
@@ -144,8 +156,7 @@ impl Tree {
 
     pub(super) fn attribute(&self, node: u64, name: &CStr, size: u32) -> io::Result<GetxattrReply> {
         if !is_kept(name) {
-            let is_list = name.to_bytes().starts_with(b"system.");
-            return Err(errno(if is_list { libc::EOPNOTSUPP } else { libc::ENODATA }));
+            return Err(not_kept(name, libc::ENODATA));
         }
         let file = self.for_attributes(node)?.ok_or(errno(libc::ENODATA))?;
         if size == 0 {
@@ -177,7 +188,7 @@ impl Tree {
 
     pub(super) fn remove_attribute(&self, node: u64, name: &CStr) -> io::Result<()> {
         if !is_kept(name) {
-            return Err(errno(libc::ENODATA));
+            return Err(not_kept(name, libc::ENODATA));
         }
         let file = self.for_attributes(node)?.ok_or(errno(libc::ENODATA))?;
         Ok(rustix::fs::fremovexattr(file, name)?)

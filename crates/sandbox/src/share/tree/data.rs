@@ -3,12 +3,13 @@
 use std::cell::Cell;
 use std::ffi::CStr;
 use std::fs::File;
-use std::io;
-use std::sync::atomic::Ordering;
+use std::io::{self, IoSlice, Read};
+use std::os::fd::AsFd;
 
 use fuse_backend_rs::abi::fuse_abi::{CreateIn, FOPEN_IN_KILL_SUIDGID, OpenOptions, WRITE_KILL_PRIV};
 use fuse_backend_rs::api::filesystem::{Context, Entry, ZeroCopyReader, ZeroCopyWriter};
-use rustix::fs::{FallocateFlags, OFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom};
+use rustix::io::ReadWriteFlags;
 
 use super::super::Cache;
 use super::super::nodes::{errno, look, plain};
@@ -30,7 +31,7 @@ pub(in crate::share) fn changed() -> Option<u64> {
 }
 
 /// A file's mode and its set-id bits.
-fn set_ids(file: &File) -> io::Result<(u32, u32)> {
+fn set_ids(file: impl AsFd) -> io::Result<(u32, u32)> {
     let bits = u32::from(look(file)?.stx_mode);
     let group = if bits & libc::S_IXGRP != 0 { libc::S_ISGID } else { 0 };
     Ok((bits, bits & (libc::S_ISUID | group)))
@@ -46,9 +47,22 @@ pub(super) fn drop_set_ids(file: &File) -> io::Result<bool> {
     Ok(set != 0)
 }
 
-/// How a guest may open a file here. Direct transfers are between the guest and us, and nothing is made by an open.
+/// The mode that a file is to have again after a change for which whoever asked may keep its set-id bits; `None`: it has
+/// none. The host's kernel takes them away: this process has no right to keep them that it knows.
+pub(super) fn to_keep(file: impl AsFd, may: bool) -> io::Result<Option<Mode>> {
+    let (bits, set) = if may { set_ids(file)? } else { (0, 0) };
+    Ok((set != 0).then(|| mode(bits)))
+}
+
+/// Gives a file back what [`to_keep`] said.
+pub(super) fn keep(file: &File, bits: Option<Mode>) -> io::Result<()> {
+    bits.map_or(Ok(()), |bits| Ok(rustix::fs::fchmod(file, bits)?))
+}
+
+/// How a guest may open a file here. Direct transfers are between the guest and us, nothing is made by an open, and each
+/// write says itself whether it is one at the end.
 fn sane(flags: u32) -> OFlags {
-    let kept = OFlags::ACCMODE | OFlags::TRUNC | OFlags::APPEND | OFlags::DSYNC | OFlags::SYNC | OFlags::NOATIME;
+    let kept = OFlags::ACCMODE | OFlags::TRUNC | OFlags::DSYNC | OFlags::SYNC | OFlags::NOATIME;
     OFlags::from_bits_retain(flags) & kept | OFlags::NONBLOCK
 }
 
@@ -65,16 +79,19 @@ impl Tree {
             return Ok((Some(0), OpenOptions::DIRECT_IO, None));
         }
         let flags = sane(flags);
+        let kills = fuse_flags & FOPEN_IN_KILL_SUIDGID != 0;
+        let bits = to_keep(&*self.file(node)?, flags.contains(OFlags::TRUNC) && !kills)?;
         let file = File::from(self.open_node(node, flags)?);
-        if fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 && drop_set_ids(&file)? {
+        keep(&file, bits)?;
+        if kills && drop_set_ids(&file)? {
             CHANGED.set(Some(node));
         }
-        let handle = self.hold(file, node, flags, false)?;
+        let handle = self.hold(file, node, false)?;
         Ok((Some(handle), self.kept(), None))
     }
 
     pub(super) fn create_data(&self, ctx: &Context, parent: u64, name: &CStr, args: CreateIn) -> io::Result<Created> {
-        let (name, directory) = (plain(name)?, self.nodes.file(parent)?);
+        let (name, directory) = (plain(name)?, self.file(parent)?);
         let exclusive = OFlags::from_bits_retain(args.flags) & OFlags::EXCL;
         let flags = sane(args.flags);
         self.act_as(ctx)?;
@@ -90,7 +107,7 @@ impl Tree {
             seen = look(&file)?;
         }
         let entry = self.entry(parent, name, &seen)?;
-        match self.hold(file, entry.inode, flags, false) {
+        match self.hold(file, entry.inode, false) {
             Ok(handle) => Ok((entry, Some(handle), self.kept(), None)),
             Err(error) => {
                 self.nodes.forget(entry.inode, 1);
@@ -141,22 +158,23 @@ impl Tree {
     ) -> io::Result<usize> {
         let handle = self.handle(handle, node)?;
         let append = OFlags::from_bits_retain(flags).contains(OFlags::APPEND);
-        if handle.append.swap(append, Ordering::AcqRel) != append {
-            // The program changed its mind by fcntl. At the end of the file is where the host's kernel writes then, which
-            // no other Sandbox can come between.
-            let now = rustix::fs::fcntl_getfl(&handle.file)?.difference(OFlags::APPEND);
-            let add = if append { OFlags::APPEND } else { OFlags::empty() };
-            rustix::fs::fcntl_setfl(&handle.file, now | add)?;
-        }
-        // This process has no right that the host's kernel knows: it takes the bits away whoever writes in the guest.
-        let (bits, set) = set_ids(&handle.file)?;
-        let kept = fuse_flags & WRITE_KILL_PRIV == 0 && set != 0;
-        if set != 0 && !kept && drop_set_ids(&handle.file)? {
+        let may = fuse_flags & WRITE_KILL_PRIV == 0;
+        let bits = to_keep(&handle.file, may)?;
+        if !may && drop_set_ids(&handle.file)? {
             CHANGED.set(Some(node));
         }
         let mut file = handle.file.try_clone()?;
         let mut done = 0;
-        while done < size as usize {
+        if append {
+            // At the end is where the host's kernel writes then, whatever the guest believes the end to be: no other
+            // Sandbox can come between. A page of a mapping, written meanwhile through the same open file, has its place.
+            let mut data = Vec::new();
+            r.take(u64::from(size)).read_to_end(&mut data)?;
+            done = rustix::io::retry_on_intr(|| {
+                rustix::io::pwritev2(&file, &[IoSlice::new(&data)], 0, ReadWriteFlags::APPEND)
+            })?;
+        }
+        while done < size as usize && !append {
             match r.read_to(&mut file, size as usize - done, offset + done as u64) {
                 Ok(0) => break,
                 Ok(written) => done += written,
@@ -166,9 +184,7 @@ impl Tree {
                 Err(error) => return Err(error),
             }
         }
-        if kept {
-            rustix::fs::fchmod(&file, mode(bits))?;
-        }
+        keep(&handle.file, bits)?;
         Ok(done)
     }
 
@@ -180,10 +196,20 @@ impl Tree {
         }
     }
 
-    pub(super) fn allocate(&self, node: u64, handle: u64, bits: u32, offset: u64, length: u64) -> io::Result<()> {
+    pub(super) fn allocate(
+        &self,
+        by: &Context,
+        node: u64,
+        handle: u64,
+        bits: u32,
+        (offset, length): (u64, u64),
+    ) -> io::Result<()> {
         let handle = self.handle(handle, node)?;
         let flags = FallocateFlags::from_bits(bits).ok_or(errno(libc::EOPNOTSUPP))?;
-        Ok(rustix::fs::fallocate(&handle.file, flags, offset, length)?)
+        // Here the guest's kernel does not say whether set-id bits may stay: root may keep them.
+        let bits = to_keep(&handle.file, by.uid == 0)?;
+        rustix::fs::fallocate(&handle.file, flags, offset, length)?;
+        keep(&handle.file, bits)
     }
 
     pub(super) fn find_data(&self, node: u64, handle: u64, offset: u64, whence: u32) -> io::Result<u64> {

@@ -19,9 +19,9 @@ const DIRECTORY: usize = 64 * 1024;
 
 impl Tree {
     pub(super) fn open_directory(&self, node: u64) -> io::Result<(Option<u64>, OpenOptions)> {
-        let file = self.nodes.file(node)?;
+        let file = self.file(node)?;
         let flags = OFlags::RDONLY | OFlags::DIRECTORY;
-        let handle = self.hold(File::from(self.again(file.as_fd(), flags)?), node, flags, true)?;
+        let handle = self.hold(File::from(self.again(file.as_fd(), flags)?), node, true)?;
         let options = match self.cache {
             Cache::Shared => OpenOptions::empty(),
             Cache::Alone => OpenOptions::KEEP_CACHE | OpenOptions::CACHE_DIR,
@@ -78,7 +78,7 @@ impl Tree {
         place: (u32, u64),
         add: &mut dyn FnMut(DirEntry<'_>, Entry) -> io::Result<usize>,
     ) -> io::Result<()> {
-        let directory = self.nodes.file(node)?;
+        let directory = self.file(node)?;
         self.read_directory(node, handle, place, &mut |name, entry| {
             let found = match plain(name) {
                 Ok(name) => look_at(&*directory, name).and_then(|seen| self.entry(node, name, &seen)),
