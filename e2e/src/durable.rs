@@ -6,12 +6,13 @@ use std::time::{Duration, Instant};
 use pepo_api::client::{Client, body_from};
 use pepo_api::query::{ShowCommand, ShowSession, WriteFile};
 use pepo_api::{
-    CreateCommand, CreateSession, CreateWorkspace, Reason, Session, SessionState, Text, Workspace, WorkspaceChoice,
+    CreateCommand, CreateSession, CreateWorkspace, OnDisconnect, Reason, Session, SessionState, Text, Workspace,
+    WorkspaceChoice,
 };
-use rustix::process::{Pid, Signal, kill_process};
 
 use crate::instance::Instance;
 use crate::program::Started;
+use crate::strike::{KILL_AGENT, Moment, Victim, kill, kill_daemon};
 
 /// Software emulation on a busy machine: a start takes seconds, and each file a few milliseconds.
 pub const LIMIT: Duration = Duration::from_secs(120);
@@ -110,11 +111,6 @@ impl Up {
     }
 }
 
-/// Kills a process.
-pub fn kill(pid: i32) {
-    kill_process(Pid::from_raw(pid).expect("a pid"), Signal::KILL).expect("kill");
-}
-
 /// Writes numbered records to a file, telling each one that was acknowledged, until it is ended.
 const WRITER: &str = "import os, sys, zlib\n\
     f = os.open('log', os.O_CREAT | os.O_WRONLY | os.O_APPEND)\n\
@@ -136,53 +132,112 @@ const READER: &str = "import os, zlib\n\
     \x20       n += 1\n\
     print(n)\n";
 
-/// Kills each process of a Sandbox in the middle of writing, so many times: nothing acknowledged is lost.
+/// A command in a Session that writes records.
+struct Writing<'a> {
+    up: &'a Up,
+    session: &'a str,
+    command: pepo_api::CommandId,
+}
+
+impl<'a> Writing<'a> {
+    /// Starts it, and waits for the first records.
+    async fn begin(up: &'a Up, session: &'a str) -> Self {
+        up.put(session, "writer.py", WRITER).await;
+        let command = CreateCommand {
+            command: Some("python3 /tmp/writer.py".into()),
+            wait_seconds: Some(0),
+            on_disconnect: Some(OnDisconnect::Keep),
+            ..CreateCommand::default()
+        };
+        let command = up.client.command_create(session, &command).await.expect("a command").command.id;
+        let writing = Writing { up, session, command };
+        writing.beyond(0).await;
+        writing
+    }
+
+    /// How many records were acknowledged.
+    async fn acknowledged(&self) -> Option<u64> {
+        let output = self.up.client.command_show(self.session, self.command, &ShowCommand::default()).await.ok()?;
+        let Text::Utf8(text) = output.stdout else { return None };
+        text.lines().last()?.parse().ok()
+    }
+
+    /// Waits until more than so many were; how many.
+    async fn beyond(&self, count: u64) -> u64 {
+        let began = Instant::now();
+        loop {
+            match self.acknowledged().await {
+                Some(now) if now > count => return now,
+                _ => assert!(began.elapsed() < LIMIT, "it does not write"),
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Counts what is there in the Session, which must be at least what was acknowledged before, and cuts off what is no
+    /// whole record.
+    async fn nothing_lost(&self, victim: &str, before: u64) {
+        self.up.put(self.session, "reader.py", READER).await;
+        let there: u64 = self.up.ok(self.session, "python3 /tmp/reader.py").await.trim().parse().expect("a number");
+        println!("{victim}: {before} acknowledged, {there} there");
+        assert!(there >= before, "{victim}: {before} records were acknowledged, {there} are there");
+        self.up.ok(self.session, "truncate -s $(( $(stat -c %s log) / 4096 * 4096 )) log").await;
+    }
+}
+
+/// Kills each process of an instance in the middle of a guest's writing, so many times: nothing acknowledged is lost.
 pub async fn kills(rounds: usize) {
     let up = Up::start();
+    let under_firecracker = up.instance.under_firecracker();
     let workspace = up.workspace(CreateWorkspace::default()).await;
-    let victims = [
-        ("pepo-share", Reason::MountLost),
-        ("qemu-system-x86", Reason::VmmExit),
-        ("vhost-device-vs", Reason::VmmExit),
-        ("pepo-keeper", Reason::KilledOutside),
-    ];
-    for round in 0..rounds {
-        for (victim, reason) in victims {
+    let processes = [Victim::Vmm, Victim::Device, Victim::Keeper]
+        .into_iter()
+        .filter(|victim| victim.can_die(Moment::Running, under_firecracker))
+        .map(|victim| (victim.called(under_firecracker), victim.reasons()));
+    let victims: Vec<_> = [(Some("pepo-share"), &[Reason::MountLost][..]), (None, Victim::Agent.reasons())]
+        .into_iter()
+        .chain(processes)
+        .collect();
+    for _ in 0..rounds {
+        for (victim, reasons) in &victims {
             let session = up.with(&workspace).await;
-            up.put(&session, "writer.py", WRITER).await;
-            let command = CreateCommand {
-                command: Some("python3 /tmp/writer.py".into()),
-                wait_seconds: Some(0),
-                ..CreateCommand::default()
-            };
-            let running = up.client.command_create(&session, &command).await.expect("a command").command.id;
-            let acknowledged = || async {
-                let query = pepo_api::query::ShowCommand::default();
-                let output = up.client.command_show(&session, running, &query).await.ok()?;
-                let Text::Utf8(text) = output.stdout else { return None };
-                text.lines().last()?.parse::<u64>().ok()
-            };
-            let began = Instant::now();
-            while acknowledged().await.is_none() {
-                assert!(began.elapsed() < LIMIT, "it does not write");
-                tokio::time::sleep(Duration::from_millis(20)).await;
+            let writing = Writing::begin(&up, &session).await;
+            let before = writing.acknowledged().await.unwrap_or(0);
+            match victim.map(|victim| up.instance.pids(victim)).as_deref() {
+                Some([pid]) => kill(*pid),
+                Some(pids) => panic!("{victim:?}: {pids:?}"),
+                None => {
+                    let command = CreateCommand {
+                        command: Some(KILL_AGENT.into()),
+                        wait_seconds: Some(0),
+                        ..CreateCommand::default()
+                    };
+                    // Whether it is answered before the guest is gone decides nothing.
+                    let _ = up.client.command_create(&session, &command).await;
+                }
             }
-            let before = acknowledged().await.unwrap_or(0);
-            let pids = up.instance.pids(victim);
-            assert_eq!(pids.len(), 1, "{victim}: {pids:?}");
-            kill(pids[0]);
             let ended = up.ended(&session).await;
-            assert_eq!(ended.reason, reason, "{victim}: {ended:?}");
+            assert!(reasons.contains(&ended.reason), "{victim:?}: {ended:?}");
             up.instance.sandboxes_gone();
             // The Session itself goes on, in a fresh Sandbox with the same files.
-            let next = session.clone();
-            up.put(&next, "reader.py", READER).await;
-            let there: u64 = up.ok(&next, "python3 /tmp/reader.py").await.trim().parse().expect("a number");
-            println!("round {round}, {victim}: {before} acknowledged, {there} there");
-            assert!(there >= before, "{victim}: {before} records were acknowledged, {there} are there");
-            up.ok(&next, "truncate -s $(( $(stat -c %s log) / 4096 * 4096 )) log").await;
-            up.client.session_terminate(&next).await.expect("terminate");
+            writing.nothing_lost(victim.unwrap_or("the guest's agent"), before).await;
+            up.client.session_terminate(&session).await.expect("terminate");
         }
+        // Without whom it goes on: the daemon, and its privileged half.
+        let session = up.with(&workspace).await;
+        let writing = Writing::begin(&up, &session).await;
+        for victim in ["pepod", "pepo-host"] {
+            let before = writing.acknowledged().await.unwrap_or(0);
+            let pids = up.instance.pids(victim);
+            let [pid] = pids[..] else { panic!("{victim}: {pids:?}") };
+            kill_daemon(&up.instance, &up.client, pid).await;
+            let after = writing.beyond(before).await;
+            println!("{victim}: {before} acknowledged before, {after} after");
+        }
+        let before = writing.acknowledged().await.unwrap_or(0);
+        up.ok(&session, "pkill -f '[w]riter.py'").await;
+        writing.nothing_lost("the daemon", before).await;
+        up.client.session_terminate(&session).await.expect("terminate");
     }
     up.end().await;
 }

@@ -34,7 +34,7 @@ pub const ANSWERS_WITHIN: (Duration, Duration) = (Duration::from_secs(1), Durati
 const LINES: u32 = 30;
 
 /// Kills the agent from inside: it is the oldest child of the guest's first process.
-const KILL_AGENT: &str = "sudo kill -9 $(pgrep -o -P 1)";
+pub(crate) const KILL_AGENT: &str = "sudo kill -9 $(pgrep -o -P 1)";
 
 /// What dies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -91,13 +91,27 @@ impl Victim {
         }
     }
 
+    /// What its process is called; `None`: it is no process of this host.
+    pub(crate) fn called(self, under_firecracker: bool) -> Option<&'static str> {
+        Some(match self {
+            Victim::Pepod => "pepod",
+            Victim::Host => "pepo-host",
+            Victim::Keeper => "pepo-keeper",
+            Victim::Vmm if under_firecracker => "firecracker",
+            Victim::Vmm => "qemu-system-x86",
+            Victim::Device => "vhost-device-vs",
+            Victim::Edge => "pepo-edge",
+            Victim::Agent => return None,
+        })
+    }
+
     /// Whether it is a process of the Sandbox's own.
     fn is_sandboxes(self) -> bool {
         matches!(self, Victim::Keeper | Victim::Vmm | Victim::Device | Victim::Agent)
     }
 
     /// What a Sandbox's end by it may be called.
-    fn reasons(self) -> &'static [Reason] {
+    pub(crate) fn reasons(self) -> &'static [Reason] {
         match self {
             Victim::Keeper => &[Reason::KilledOutside],
             Victim::Vmm => &[Reason::VmmExit, Reason::KilledOutside],
@@ -106,6 +120,32 @@ impl Victim {
             Victim::Pepod | Victim::Host | Victim::Edge => &[],
         }
     }
+}
+
+/// Kills a process.
+pub fn kill(pid: i32) {
+    kill_process(Pid::from_raw(pid).expect("a pid"), Signal::KILL).expect("kill");
+}
+
+/// Kills the daemon, or its privileged half, and waits until what `pepo up` starts in its place answers.
+pub(crate) async fn kill_daemon(instance: &Instance, client: &Client, pid: i32) {
+    let daemon = instance.pids("pepod");
+    let killed = Instant::now();
+    kill(pid);
+    until("pepod is started again", MINUTE, || {
+        instance.pids("pepod").iter().any(|pid| !daemon.contains(pid)).then_some(())
+    });
+    let started = Instant::now();
+    while client.healthz().await.is_err() {
+        assert!(started.elapsed() < ANSWERS_WITHIN.1, "pepod runs and does not answer");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+    println!(
+        "  the API answers {:.0} ms after pepod's start (goal {:.0} ms), {:.0} ms after the kill",
+        started.elapsed().as_secs_f64() * 1e3,
+        ANSWERS_WITHIN.0.as_secs_f64() * 1e3,
+        killed.elapsed().as_secs_f64() * 1e3
+    );
 }
 
 /// An instance that is struck.
@@ -320,16 +360,7 @@ impl Ring {
     }
 
     fn pids(&self, victim: Victim) -> Vec<i32> {
-        self.instance.pids(match victim {
-            Victim::Pepod => "pepod",
-            Victim::Host => "pepo-host",
-            Victim::Keeper => "pepo-keeper",
-            Victim::Vmm if self.under_firecracker => "firecracker",
-            Victim::Vmm => "qemu-system-x86",
-            Victim::Device => "vhost-device-vs",
-            Victim::Edge => "pepo-edge",
-            Victim::Agent => panic!("it is no process of this host"),
-        })
+        self.instance.pids(victim.called(self.under_firecracker).expect("it is a process of this host"))
     }
 
     async fn kill(&self, victim: Victim) {
@@ -345,27 +376,10 @@ impl Ring {
             (pids.len() <= 1).then_some(pids)
         });
         let [pid] = pids[..] else { return false };
-        let daemon = self.pids(Victim::Pepod);
-        let killed = Instant::now();
-        kill_process(Pid::from_raw(pid).expect("a pid"), Signal::KILL).expect("kill");
         match victim {
-            Victim::Pepod | Victim::Host => {
-                until("pepod is started again", MINUTE, || {
-                    self.pids(Victim::Pepod).iter().any(|pid| !daemon.contains(pid)).then_some(())
-                });
-                let started = Instant::now();
-                while self.client.healthz().await.is_err() {
-                    assert!(started.elapsed() < ANSWERS_WITHIN.1, "pepod runs and does not answer");
-                    tokio::time::sleep(Duration::from_millis(2)).await;
-                }
-                println!(
-                    "  the API answers {:.0} ms after pepod's start (goal {:.0} ms), {:.0} ms after the kill",
-                    started.elapsed().as_secs_f64() * 1e3,
-                    ANSWERS_WITHIN.0.as_secs_f64() * 1e3,
-                    killed.elapsed().as_secs_f64() * 1e3
-                );
-            }
+            Victim::Pepod | Victim::Host => kill_daemon(&self.instance, &self.client, pid).await,
             Victim::Edge => {
+                kill(pid);
                 let url = self.instance.home().join("run/url");
                 let answers = async {
                     while self.pids(Victim::Edge).first().is_none_or(|now| *now == pid) {
@@ -383,7 +397,7 @@ impl Ring {
                 };
                 tokio::time::timeout(MINUTE, answers).await.expect("the edge answers again");
             }
-            Victim::Keeper | Victim::Vmm | Victim::Device | Victim::Agent => {}
+            Victim::Keeper | Victim::Vmm | Victim::Device | Victim::Agent => kill(pid),
         }
         true
     }

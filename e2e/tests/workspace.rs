@@ -11,7 +11,8 @@ use pepo_api::query::{AtPath, RemoveWorkspace, WriteFile};
 use pepo_api::{
     CreateCommand, CreateSession, CreateWorkspace, ErrorCode, IfBusy, Reason, WorkspaceChoice, WorkspaceMode,
 };
-use pepo_e2e::durable::{self, LIMIT, Up, kill};
+use pepo_e2e::durable::{self, LIMIT, Up};
+use pepo_e2e::strike::kill;
 use pepo_e2e::until;
 
 #[tokio::test]
@@ -131,6 +132,15 @@ print(won)
     for session in [&one, &two] {
         assert_eq!(up.ok(session, count).await, "24 ok\n", "an update was lost");
     }
+    // One commits without end, until its Sandbox goes in the middle of it: what was committed stays.
+    let commits = "import os, sqlite3\nb = sqlite3.connect('base', timeout=120, isolation_level=None)\n\
+        while True:\n    b.execute('begin immediate')\n    b.execute('update t set n = n + 1')\n    b.execute('commit')\n    os.write(1, b'.')\n";
+    up.put(&one, "commits.py", commits).await;
+    up.ok(
+        &one,
+        "(trap '' TERM; exec python3 /tmp/commits.py) >told 2>/dev/null & until [ -s told ]; do sleep 0.1; done",
+    )
+    .await;
     // Whoever waits for a lock has it when its holder's Sandbox ends.
     let waiting = up.ok(&two, "flock lock echo got");
     let ending = async {
@@ -139,6 +149,11 @@ print(won)
     };
     let (said, ()) = tokio::join!(waiting, ending);
     assert_eq!(said, "got\n");
+    let told: u64 = up.ok(&two, "stat -c %s told").await.trim().parse().expect("a number");
+    let counted = up.ok(&two, count).await;
+    let (number, whole) = counted.trim().split_once(' ').expect("two words");
+    let number: u64 = number.parse().expect("a number");
+    assert!(told > 0 && number >= 24 + told && whole == "ok", "{told} more than 24 were committed: {counted}");
     up.client.session_terminate(&two).await.expect("terminate");
     up.end().await;
 }

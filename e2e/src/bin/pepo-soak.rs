@@ -90,8 +90,8 @@ fn keep() {
         let text = std::env::var(name).ok().filter(|text| !text.is_empty());
         text.map_or(usual, |text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
     };
-    // Each round kills each of the four processes once.
-    now(durable::kills(number("KILLS", 100).div_ceil(4) as usize));
+    // Each round kills each process once.
+    now(durable::kills(number("KILLS", 100) as usize));
     now(durable::many_files(number("FILES", 100_000) as usize, 4096));
     now(durable::large_file(4096));
 }

@@ -8,6 +8,7 @@ import os
 import socket
 import sqlite3
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -251,6 +252,33 @@ def locks_of_ranges():
 
 
 @case
+def locks_of_open_files():
+    put("a", b"0" * 100)
+
+    def take(file, first, length):
+        # A lock of the open file itself (F_OFD_SETLK), which no process owns.
+        fcntl.fcntl(file, 37, struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, first, length, 0))
+
+    one, two = open("a", "r+"), open("a", "r+")
+    take(one, 0, 10)
+    refused(errno.EAGAIN, lambda: take(two, 5, 10))
+    # Another descriptor's close gives nothing back; its own last one does.
+    os.close(os.open("a", os.O_RDONLY))
+    again = os.dup(one.fileno())
+    one.close()
+    refused(errno.EAGAIN, lambda: take(two, 5, 10))
+    os.close(again)
+    # The guest's kernel tells of a close when it is over.
+    for _ in range(100):
+        try:
+            take(two, 5, 10)
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+    raise AssertionError("it outlived its file")
+
+
+@case
 def times_modes_and_masks():
     put("a")
     os.utime("a", ns=(1234567890123456789, 987654321987654321))
@@ -296,6 +324,37 @@ def sqlite_in_both_modes():
         base.close()
         other.close()
         base = sqlite3.connect(name)
+        assert base.execute("pragma integrity_check").fetchone()[0] == "ok"
+
+
+@case
+def sqlite_under_writers_that_are_killed():
+    writer = (
+        "import os, sqlite3, sys\n"
+        "base = sqlite3.connect(sys.argv[1], timeout=60, isolation_level=None)\n"
+        "while True:\n"
+        "    base.execute('begin immediate')\n"
+        "    base.execute('insert into t values(?)', ('x' * 3000,))\n"
+        "    base.execute('update n set n = n + 1')\n"
+        "    base.execute('commit')\n"
+        "    os.write(1, b'.')\n"
+    )
+    for mode in ("wal", "delete"):
+        base = sqlite3.connect(f"{mode}.db")
+        base.executescript(f"pragma journal_mode={mode}; create table t(a); create table n(n); insert into n values(0)")
+        base.close()
+        with open(f"{mode}.said", "wb") as said:
+            line = [sys.executable, "-c", writer, f"{mode}.db"]
+            writers = [subprocess.Popen(line, stdout=said) for _ in range(2)]
+            while os.stat(f"{mode}.said").st_size < 10:
+                time.sleep(0.05)
+            for one in writers:
+                one.kill()
+                one.wait()
+        base = sqlite3.connect(f"{mode}.db", timeout=60)
+        rows, counted = base.execute("select (select count(*) from t), (select n from n)").fetchone()
+        told = os.stat(f"{mode}.said").st_size
+        assert rows == counted and rows >= told, (mode, rows, counted, told)
         assert base.execute("pragma integrity_check").fetchone()[0] == "ok"
 
 
