@@ -12,6 +12,7 @@ mod document;
 mod error;
 mod event;
 mod file;
+pub mod hop;
 mod id;
 mod image;
 #[cfg(feature = "openapi")]
@@ -48,7 +49,7 @@ pub use operator::{
     EdgeDecisions, EdgeKey, EdgeState, EdgeVoid, Health, Leftover, Ready, RestoreReport, SetupReport, SetupState,
     Severity, SweepReport, SweepRequest, Version,
 };
-pub use routes::{Action, Answer, Audience, Body, ROUTES, Route, Subject, route};
+pub use routes::{Action, Answer, Audience, Body, REST, ROUTES, Route, Subject, route};
 pub use scope::{ADMIN, Bound, Denied, Principal, Resource, Scope, ScopeError, allow};
 pub use secret::SecretText;
 pub use session::{
@@ -72,6 +73,10 @@ pub use workspace::{
 /// `Gap` tells; a caller counts what it got over both outputs and comes back with the sum. `Start` also says which input
 /// offset is wanted next: the caller goes on there, so a repeat after a lost connection is never typed twice.
 pub const ATTACH_PROTOCOL: &str = "pepo.attach.v1";
+
+/// Subprotocol that a page names beside its token where it opens a WebSocket to a port: it is answered with where the program
+/// in the guest chose none, since a browser that named some wants one.
+pub const PORT_PROTOCOL: &str = "pepo.port.v1";
 
 /// Token of the `Upgrade` header that turns a request into raw bytes to a port in the guest.
 pub const DIAL_UPGRADE: &str = "pepo-dial";

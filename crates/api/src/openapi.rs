@@ -135,6 +135,8 @@ fn method(route: &Route) -> HttpMethod {
         "PUT" => HttpMethod::Put,
         "PATCH" => HttpMethod::Patch,
         "DELETE" => HttpMethod::Delete,
+        "HEAD" => HttpMethod::Head,
+        "OPTIONS" => HttpMethod::Options,
         _ => HttpMethod::Get,
     }
 }
@@ -186,6 +188,8 @@ fn in_path(name: &str) -> Parameter {
             let port = ObjectBuilder::new().schema_type(Type::Integer).minimum(Some(1)).maximum(Some(65_535));
             parameter(name, ParameterIn::Path, "A TCP port inside", port)
         }
+        // Of slashes too: a template has no word for that.
+        "rest" => parameter(name, ParameterIn::Path, "The path for the program inside; it may have slashes", text()),
         "key" => named("What the Session is opened by; at most 128 bytes, no `/` and no control characters"),
         _ => named(""),
     }
@@ -294,7 +298,7 @@ fn answer(route: &Route, shape: &Shape, status: u16, model: Option<&Model>) -> u
         Answer::Json => (true, false),
         Answer::JsonOrEvents => (true, status == 200),
         Answer::Events => (false, true),
-        Answer::Raw | Answer::Empty | Answer::WebSocket | Answer::Upgrade => (false, false),
+        Answer::Raw | Answer::Empty | Answer::WebSocket | Answer::Upgrade | Answer::Guest => (false, false),
     };
     if let Some(model) = model.filter(|_| json) {
         response =

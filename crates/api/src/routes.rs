@@ -171,7 +171,12 @@ pub enum Answer {
     WebSocket,
     /// Raw bytes both ways after 101.
     Upgrade,
+    /// Whatever a program in the guest answers over HTTP, a WebSocket too.
+    Guest,
 }
+
+/// The last segment of a pattern that takes all that is left of a path, however many segments that are, or none.
+pub const REST: &str = "{rest}";
 
 /// One row.
 #[derive(Clone, Copy, Debug)]
@@ -213,11 +218,18 @@ impl Route {
 
     /// Whether it changes something, or opens a way in that can: what the audit log tells of.
     pub fn changes(&self) -> bool {
-        self.method != Method::GET || matches!(self.answer, Answer::WebSocket | Answer::Upgrade)
+        !self.method.is_safe() || matches!(self.answer, Answer::WebSocket | Answer::Upgrade)
+    }
+
+    /// The path before [`REST`], where the pattern ends so.
+    pub fn before_rest(&self) -> Option<&'static str> {
+        self.path.strip_suffix(REST)
     }
 }
 
 const GET: &Method = &Method::GET;
+const HEAD: &Method = &Method::HEAD;
+const OPTIONS: &Method = &Method::OPTIONS;
 const POST: &Method = &Method::POST;
 const PUT: &Method = &Method::PUT;
 const PATCH: &Method = &Method::PATCH;
@@ -278,6 +290,13 @@ routes! {
     tar_read: GET "/v1/sessions/{session}/tar", FilesRead, Tenant, None -> Raw;
     tar_write: PUT "/v1/sessions/{session}/tar", FilesWrite, Tenant, Raw -> Empty;
     dial: GET "/v1/sessions/{session}/dial/{port}", PortsConnect, Tenant, None -> Upgrade;
+    port_get: GET "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, None -> Guest;
+    port_head: HEAD "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, None -> Guest;
+    port_options: OPTIONS "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, None -> Guest;
+    port_post: POST "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
+    port_put: PUT "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
+    port_patch: PATCH "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
+    port_delete: DELETE "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
     token_create: POST "/v1/sessions/{session}/tokens", TokensWrite, Tenant, Json -> Json;
     token_revoke: DELETE "/v1/sessions/{session}/tokens", TokensWrite, Tenant, None -> Empty;
     workspace_create: POST "/v1/workspaces", WorkspacesWrite, Tenant, Json -> Json;
@@ -357,8 +376,19 @@ mod tests {
         assert_eq!(route::session_open.subject, Subject::App, "a key of a Session is no key of the App");
         assert_eq!(route::key_show.subject, Subject::Key);
         assert_eq!(route::dial.resource("/v1/sessions/web/dial/80"), Resource::Port("web", "80"));
+        assert_eq!(route::port_get.resource("/v1/sessions/web/ports/80/a/b"), Resource::Port("web", "80"));
+        assert_eq!(route::port_post.resource("/v1/sessions/web/ports/80/"), Resource::Port("web", "80"));
         assert_eq!(route::file_read.resource("/v1/sessions/web/files"), Resource::Session("web"));
         assert_eq!(route::session_list.resource("/v1/sessions"), Resource::App);
+    }
+
+    #[test]
+    fn what_takes_the_rest_of_a_path_is_about_a_port() {
+        for row in ROUTES {
+            assert_eq!(row.path.contains(REST), row.before_rest().is_some(), "{}", row.name);
+            assert_eq!(row.before_rest().is_some(), row.answer == Answer::Guest, "{}", row.name);
+            assert!(row.before_rest().is_none() || row.subject == Subject::Port, "{}", row.name);
+        }
     }
 
     #[test]

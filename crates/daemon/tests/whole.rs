@@ -600,7 +600,8 @@ async fn the_edge_has_no_operator_routes() {
             .replace("{key}", "k")
             .replace("{command}", "c")
             .replace("{image}", "i")
-            .replace("{port}", "1");
+            .replace("{port}", "1")
+            .replace("{rest}", "x");
         let answer = edge(ask(route.method.as_str(), &path));
         let refused = answer.starts_with("HTTP/1.1 404") || answer.starts_with("HTTP/1.1 405");
         let told = refused && (answer.contains("no route") || answer.contains("method_not_allowed"));
@@ -611,6 +612,27 @@ async fn the_edge_has_no_operator_routes() {
         pepo_api::AppId::generate()
     ));
     assert!(foreign.starts_with("HTTP/1.1 404"), "{foreign}");
+    daemon.end().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_image_has_a_name_wherever_one_is_named() {
+    let daemon = Daemon::start(Options::default());
+    let client = daemon.client();
+    let refused = |error: ClientError, param: &str| match error {
+        ClientError::Api(error) => assert_eq!((error.code, error.param.as_deref()), (ErrorCode::Invalid, Some(param))),
+        other => panic!("{other}"),
+    };
+    for name in ["", "a\u{1b}[2J", &"x".repeat(129)] {
+        let asked = CreateSession { image: Some(name.into()), ..Default::default() };
+        refused(client.session_create(&asked).await.expect_err(name), "image");
+        refused(client.session_open("key", &asked).await.expect_err(name), "image");
+        let defaults = pepo_api::AppDefaults { image: Some(name.into()), ..Default::default() };
+        let app = pepo_api::CreateApp { name: "shop".into(), defaults: defaults.clone(), ..Default::default() };
+        refused(client.app_create(&app).await.expect_err(name), "defaults.image");
+        let change = pepo_api::UpdateApp { defaults: Some(defaults), ..Default::default() };
+        refused(client.app_update("default", &change).await.expect_err(name), "defaults.image");
+    }
     daemon.end().await;
 }
 

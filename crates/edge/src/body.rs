@@ -19,6 +19,9 @@ pub enum Error {
     /// Nothing came for so long.
     #[error("no byte of the body came for {0:?}")]
     Idle(Duration),
+    /// It was not whole for so long.
+    #[error("the body was not whole within {0:?}")]
+    Slow(Duration),
     /// The connection broke.
     #[error("the connection broke")]
     Broken(#[source] hyper::Error),

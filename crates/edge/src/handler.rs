@@ -11,10 +11,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header
 use http_body_util::BodyExt;
 use hyper::body::{Body as _, Incoming};
 use hyper_util::rt::TokioIo;
-use pepo_api::{
-    Answer, AppId, Body, Error, ErrorBody, ErrorCode, Health, OPENAPI, Quota, REFERENCE, REFERENCE_POLICY, RequestId,
-    Route, allow, route,
-};
+use pepo_api::{Answer, AppId, Body, Error, ErrorCode, RequestId, Route, allow};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::auth::{Caller, Gate, Refused, Who};
@@ -23,8 +20,10 @@ use crate::config::Limits;
 use crate::decisions::{Decision, Decisions};
 use crate::head;
 use crate::net::{self, Ranges};
+use crate::own::{self, Refusal, refused, unavailable, used_up};
 use crate::path::{Found, find};
 use crate::rate::{Buckets, Level, Open, Opened, Rate};
+use crate::relay;
 use crate::upstream::{self, Upstream};
 
 /// The most a JSON body may have.
@@ -35,9 +34,6 @@ pub const CALLER_IDLE: Duration = Duration::from_secs(60);
 pub const DAEMON_IDLE: Duration = Duration::from_secs(120);
 /// The longest wait for the head of an answer once the request is out; longer than any `wait_seconds`.
 pub const ANSWER_WITHIN: Duration = Duration::from_secs(3900);
-
-/// How long a browser may remember what a page of another origin may ask, seconds.
-const PREFLIGHT_AGE: &str = "600";
 
 /// The handler's state.
 pub struct Edge {
@@ -51,7 +47,7 @@ pub struct Edge {
 }
 
 /// What it goes by, beside who calls.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug)]
 pub struct Rules {
     /// Whose `X-Forwarded-For` counts.
     pub proxies: Ranges,
@@ -61,43 +57,24 @@ pub struct Rules {
     pub limits: Limits,
     /// Requests of one caller that run at once.
     pub streams: usize,
+    /// How long a JSON body may take, all of it: drops that come just often enough are no body.
+    pub json_within: Duration,
+}
+
+impl Default for Rules {
+    fn default() -> Self {
+        Rules {
+            proxies: Ranges::default(),
+            origins: Vec::new(),
+            limits: Limits::default(),
+            streams: 1,
+            json_within: Duration::from_secs(60),
+        }
+    }
 }
 
 /// A connection's place among the bounded number of them; shared by what outlives its HTTP part.
 pub type Place = Arc<(OwnedSemaphorePermit, Opened<IpAddr>)>;
-
-/// A refusal: an error, and what its head says beside it.
-struct Refusal {
-    error: Box<Error>,
-    header: Option<(HeaderName, HeaderValue)>,
-    after: After,
-}
-
-/// What becomes of the connection.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum After {
-    /// The next request may come.
-    GoOn,
-    /// What is left of this request cannot be told from a next one.
-    Close,
-}
-
-impl From<Error> for Refusal {
-    fn from(error: Error) -> Self {
-        Refusal { error: Box::new(error), header: None, after: After::GoOn }
-    }
-}
-
-impl Refusal {
-    fn with(error: Error, name: HeaderName, value: &str) -> Self {
-        let header = HeaderValue::from_str(value).ok().map(|value| (name, value));
-        Refusal { header, ..error.into() }
-    }
-
-    fn and_close(self) -> Self {
-        Refusal { after: After::Close, ..self }
-    }
-}
 
 impl Edge {
     /// A handler that judges by this gate, goes by these rules, forwards to this daemon, and says what it refused.
@@ -162,13 +139,13 @@ impl Edge {
             && parts.method == Method::OPTIONS
             && parts.headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
         {
-            return Ok(preflight(id));
+            return Ok(own::preflight(id));
         }
         let row = match find(&parts.method, parts.uri.path()) {
             Found::Row(row) => row,
-            Found::Healthz => return Ok(health(true, id)),
-            Found::Readyz => return Ok(health(self.gate.keys().fresh(), id)),
-            Found::Description(row) => return Ok(description(row, id)),
+            Found::Healthz => return Ok(own::health(true, id)),
+            Found::Readyz => return Ok(own::health(self.gate.keys().fresh(), id)),
+            Found::Description(row) => return Ok(own::description(row, id)),
             Found::Nothing => return Err(Error::new(ErrorCode::NotFound, "there is nothing at this path").into()),
             Found::WrongMethod(methods) => {
                 let list = methods.iter().map(|method| method.as_str()).collect::<Vec<_>>().join(", ");
@@ -194,7 +171,7 @@ impl Edge {
         };
         let upgrade = head::upgrade(row, &parts.headers);
         let mut headers = head::to_daemon(&parts.headers, row, &caller, from, id, upgrade);
-        let body = body_for(row, incoming, &parts.headers, &mut headers).await?;
+        let body = self.body_for(row, incoming, &parts.headers, &mut headers).await?;
         let mut onward = Request::new(body);
         *onward.method_mut() = parts.method.clone();
         *onward.uri_mut() = head::target(&parts.uri);
@@ -212,10 +189,11 @@ impl Edge {
                 return Err(Error::new(ErrorCode::GuestFailed, "the daemon changed the protocol unasked").into());
             };
             let theirs = hyper::upgrade::on(&mut answer);
+            let asked = parts.headers.clone();
             let ours = hyper::upgrade::on(Request::from_parts(parts, ()));
             let mut switching = Response::new(body::nothing());
             *switching.status_mut() = status;
-            *switching.headers_mut() = head::to_caller(answer.headers(), id, Some(protocol));
+            *switching.headers_mut() = head::to_switching(&asked, answer.headers(), id, protocol);
             tokio::spawn(splice(ours, theirs, (place, running, open), id));
             return Ok(switching);
         }
@@ -233,7 +211,10 @@ impl Edge {
                 .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` or `pepo key create` printed it");
             Refusal::with(error, header::WWW_AUTHENTICATE, "Bearer")
         };
-        let in_protocols = || head::bearer_protocol(&parts.headers).filter(|_| row.answer == Answer::WebSocket);
+        let in_protocols = || {
+            let websocket = matches!(row.answer, Answer::WebSocket | Answer::Guest);
+            head::bearer_protocol(&parts.headers).filter(|_| websocket && head::upgrade(row, &parts.headers).is_some())
+        };
         let presented = match parts.headers.contains_key(header::AUTHORIZATION) {
             true => head::bearer(&parts.headers),
             false => in_protocols(),
@@ -288,6 +269,38 @@ impl Edge {
         Ok(())
     }
 
+    /// The body as its row takes it, and the headers that tell its length.
+    async fn body_for(
+        &self,
+        row: &Route,
+        incoming: Incoming,
+        given: &HeaderMap,
+        headers: &mut HeaderMap,
+    ) -> Result<Any, Refusal> {
+        let length = given.get(header::CONTENT_LENGTH).cloned();
+        match row.body {
+            Body::None if incoming.is_end_stream() => Ok(body::nothing()),
+            Body::None => Err(Refusal::from(Error::new(ErrorCode::BadRequest, "this route takes no body")).and_close()),
+            Body::Json => {
+                let told = incoming.size_hint().lower();
+                if told > JSON_BYTES {
+                    return Err(body_fault(&body::Error::TooLarge(JSON_BYTES)));
+                }
+                let passing = Passing::new(incoming, Some(JSON_BYTES), CALLER_IDLE, ());
+                let whole = tokio::time::timeout(self.rules.json_within, passing.collect()).await;
+                let whole = whole.unwrap_or(Err(body::Error::Slow(self.rules.json_within)));
+                let whole = whole.map_err(|fault| body_fault(&fault))?;
+                Ok(body::bytes(whole.to_bytes()))
+            }
+            Body::Raw => {
+                if let Some(length) = length {
+                    headers.insert(header::CONTENT_LENGTH, length);
+                }
+                Ok(Passing::new(incoming, None, CALLER_IDLE, ()).boxed())
+            }
+        }
+    }
+
     /// Says into the audit log that somebody was refused here; what the daemon refuses, it notes itself.
     fn note(&self, refusal: &Refusal, request: RequestId, source: IpAddr, seen: &Seen) {
         let code = refusal.error.code;
@@ -323,20 +336,6 @@ struct Seen {
     level: Option<Level>,
 }
 
-/// What a browser asks before a page of another origin may call.
-fn preflight(id: RequestId) -> Response<Any> {
-    const METHODS: &str = "GET, POST, PUT, PATCH, DELETE";
-    const HEADERS: &str = "authorization, content-type, accept, if-activation, last-event-id, idempotency-key, range";
-    let mut answer = Response::new(body::nothing());
-    *answer.status_mut() = StatusCode::NO_CONTENT;
-    let mut headers = head::to_caller(&HeaderMap::new(), id, None);
-    headers.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static(METHODS));
-    headers.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, HeaderValue::from_static(HEADERS));
-    headers.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static(PREFLIGHT_AGE));
-    *answer.headers_mut() = headers;
-    answer
-}
-
 /// Tells how the caller's share stands.
 fn levels(headers: &mut HeaderMap, level: Option<Level>) {
     let Some(level) = level else { return };
@@ -347,21 +346,6 @@ fn levels(headers: &mut HeaderMap, level: Option<Level>) {
     ] {
         headers.insert(HeaderName::from_static(name), HeaderValue::from(value));
     }
-}
-
-/// A share that is used up: its name, what is used of it and its limit.
-fn used_up(name: &str, limit: u64, message: String, wait: u64) -> Refusal {
-    let quota = Quota { name: name.into(), used: limit, limit };
-    let error = Error::new(ErrorCode::TooManyRequests, message).quota(quota);
-    Refusal::with(error.hint("wait as long as Retry-After says"), header::RETRY_AFTER, &wait.max(1).to_string())
-}
-
-fn unavailable(why: &str) -> Refusal {
-    Refusal::with(
-        Error::new(ErrorCode::Unavailable, why).hint("is pepod running? try again soon"),
-        header::RETRY_AFTER,
-        "1",
-    )
 }
 
 fn unanswered(error: &upstream::Error) -> Refusal {
@@ -384,33 +368,11 @@ fn unanswered(error: &upstream::Error) -> Refusal {
 fn body_fault(fault: &body::Error) -> Refusal {
     let error = match fault {
         body::Error::TooLarge(_) => Error::new(ErrorCode::PayloadTooLarge, fault.to_string()),
-        body::Error::Idle(_) | body::Error::Broken(_) => Error::new(ErrorCode::BadRequest, fault.to_string()),
+        body::Error::Idle(_) | body::Error::Slow(_) | body::Error::Broken(_) => {
+            Error::new(ErrorCode::BadRequest, fault.to_string())
+        }
     };
     Refusal::from(error).and_close()
-}
-
-/// The body as its row takes it, and the headers that tell its length.
-async fn body_for(row: &Route, incoming: Incoming, given: &HeaderMap, headers: &mut HeaderMap) -> Result<Any, Refusal> {
-    let length = given.get(header::CONTENT_LENGTH).cloned();
-    match row.body {
-        Body::None if incoming.is_end_stream() => Ok(body::nothing()),
-        Body::None => Err(Refusal::from(Error::new(ErrorCode::BadRequest, "this route takes no body")).and_close()),
-        Body::Json => {
-            let told = incoming.size_hint().lower();
-            if told > JSON_BYTES {
-                return Err(body_fault(&body::Error::TooLarge(JSON_BYTES)));
-            }
-            let passing = Passing::new(incoming, Some(JSON_BYTES), CALLER_IDLE, ());
-            let whole = passing.collect().await.map_err(|fault| body_fault(&fault))?;
-            Ok(body::bytes(whole.to_bytes()))
-        }
-        Body::Raw => {
-            if let Some(length) = length {
-                headers.insert(header::CONTENT_LENGTH, length);
-            }
-            Ok(Passing::new(incoming, None, CALLER_IDLE, ()).boxed())
-        }
-    }
 }
 
 /// Copies both ways until both have ended.
@@ -427,50 +389,8 @@ async fn splice(
             return;
         }
     };
-    if let Err(error) = tokio::io::copy_bidirectional(&mut TokioIo::new(ours), &mut TokioIo::new(theirs)).await {
+    if let Err(error) = relay::both(&mut TokioIo::new(ours), &mut TokioIo::new(theirs)).await {
         tracing::debug!(request = %id, %error, "a raw stream broke off");
     }
     drop(held);
-}
-
-fn health(well: bool, id: RequestId) -> Response<Any> {
-    let status = if well { "ok" } else { "the daemon cannot be asked about keys" };
-    let code = if well { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
-    json(code, HeaderMap::new(), &Health { status: status.into() }, id)
-}
-
-/// The API's own description: the same for everybody, so nobody is asked for a key.
-fn description(row: &Route, id: RequestId) -> Response<Any> {
-    let (kind, text) = match row.path == route::openapi.path {
-        true => ("application/json", OPENAPI),
-        false => ("text/html; charset=utf-8", REFERENCE),
-    };
-    let mut answer = Response::new(body::bytes(text));
-    let mut headers = head::to_caller(&HeaderMap::new(), id, None);
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static(kind));
-    headers.insert(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(REFERENCE_POLICY));
-    *answer.headers_mut() = headers;
-    answer
-}
-
-fn refused(refusal: Refusal, id: RequestId) -> Response<Any> {
-    let Refusal { mut error, header, after } = refusal;
-    error.request_id = Some(id);
-    let mut headers: HeaderMap = header.into_iter().collect();
-    if after == After::Close {
-        headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
-    }
-    json(error.code.status(), headers, &ErrorBody { error: *error }, id)
-}
-
-fn json(status: StatusCode, more: HeaderMap, value: &impl serde::Serialize, id: RequestId) -> Response<Any> {
-    // Plain structs of text: they always serialize.
-    let text = serde_json::to_vec(value).unwrap_or_default();
-    let mut answer = Response::new(body::bytes(text));
-    *answer.status_mut() = status;
-    let mut headers = head::to_caller(&HeaderMap::new(), id, None);
-    headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("application/json"));
-    headers.extend(more);
-    *answer.headers_mut() = headers;
-    answer
 }

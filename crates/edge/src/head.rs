@@ -6,7 +6,7 @@ use std::net::IpAddr;
 use http::header::{self, HeaderMap, HeaderName, HeaderValue};
 use http::request::Parts;
 use http::{Uri, Version};
-use pepo_api::{Action, Answer, DIAL_UPGRADE, RequestId, Route, TOKEN_PREFIX};
+use pepo_api::{Action, Answer, DIAL_UPGRADE, PORT_PROTOCOL, RequestId, Route, TOKEN_PREFIX, hop};
 
 use crate::auth::Caller;
 
@@ -25,23 +25,8 @@ pub const BEARER_PROTOCOL: &str = "pepo.bearer.";
 /// The request's id, told to both sides.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("pepo-request-id");
 
-/// Headers that are a connection's, not a message's (RFC 9110, 7.6.1), and those that end here.
-const NOT_PASSED: &[&str] = &[
-    "connection",
-    "keep-alive",
-    "proxy-connection",
-    "proxy-authenticate",
-    "proxy-authorization",
-    "te",
-    "trailer",
-    "transfer-encoding",
-    "upgrade",
-    "authorization",
-    "cookie",
-    "expect",
-    "host",
-    "forwarded",
-];
+/// What ends here beside the headers of a connection.
+const ENDS_HERE: &[&str] = &["authorization", "cookie", "expect", "host", "forwarded"];
 
 /// Why a head is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -92,36 +77,17 @@ pub fn admit(head: &Parts) -> Result<(), Refused> {
 /// The protocol that a request asks to change to, where the row has it.
 pub fn upgrade(row: &Route, headers: &HeaderMap) -> Option<&'static str> {
     let protocol = match row.answer {
-        Answer::WebSocket => "websocket",
+        Answer::WebSocket | Answer::Guest => "websocket",
         Answer::Upgrade => DIAL_UPGRADE,
         _ => return None,
     };
-    let asked =
-        headers.get(header::UPGRADE).is_some_and(|value| value.as_bytes().eq_ignore_ascii_case(protocol.as_bytes()));
-    let connection = named(headers).any(|name| name.eq_ignore_ascii_case("upgrade"));
-    (asked && connection).then_some(protocol)
-}
-
-/// The names in `Connection`.
-fn named(headers: &HeaderMap) -> impl Iterator<Item = &str> {
-    headers
-        .get_all(header::CONNECTION)
-        .iter()
-        .filter_map(|value| value.to_str().ok())
-        .flat_map(|value| value.split(','))
-        .map(str::trim)
+    hop::changes_to(headers, protocol).then_some(protocol)
 }
 
 fn keep(headers: &HeaderMap) -> HeaderMap {
-    let dropped: Vec<String> = named(headers).map(str::to_ascii_lowercase).collect();
-    let mut kept = HeaderMap::with_capacity(headers.len());
-    for (name, value) in headers {
-        let ours = name.as_str().starts_with("pepo-") || name.as_str().starts_with("x-forwarded-");
-        if !ours && !NOT_PASSED.contains(&name.as_str()) && !dropped.iter().any(|d| d == name.as_str()) {
-            kept.append(name.clone(), value.clone());
-        }
-    }
-    kept
+    hop::kept(headers, |name| {
+        !ENDS_HERE.contains(&name) && !name.starts_with("pepo-") && !name.starts_with("x-forwarded-")
+    })
 }
 
 fn text(value: impl std::fmt::Display) -> HeaderValue {
@@ -141,7 +107,8 @@ pub fn to_daemon(
     let mut kept = keep(headers);
     kept.remove(header::CONTENT_LENGTH);
     if kept.remove(header::SEC_WEBSOCKET_PROTOCOL).is_some() && upgrade.is_some() {
-        let rest: Vec<&str> = protocols(headers).filter(|protocol| !protocol.starts_with(BEARER_PROTOCOL)).collect();
+        let ours = |protocol: &str| protocol.starts_with(BEARER_PROTOCOL) || protocol == PORT_PROTOCOL;
+        let rest: Vec<&str> = protocols(headers).filter(|protocol| !ours(protocol)).collect();
         if !rest.is_empty() {
             kept.insert(header::SEC_WEBSOCKET_PROTOCOL, text(rest.join(", ")));
         }
@@ -163,6 +130,17 @@ pub fn to_daemon(
     if let Some(protocol) = upgrade {
         kept.insert(header::CONNECTION, HeaderValue::from_static("upgrade"));
         kept.insert(header::UPGRADE, HeaderValue::from_static(protocol));
+    }
+    kept
+}
+
+/// The headers for a caller whose connection changes its protocol. A browser that named protocols wants one of them: where
+/// a program in the guest chose none, it is [`PORT_PROTOCOL`], if that was among them.
+pub fn to_switching(asked: &HeaderMap, headers: &HeaderMap, id: RequestId, upgrade: &'static str) -> HeaderMap {
+    let mut kept = to_caller(headers, id, Some(upgrade));
+    if !kept.contains_key(header::SEC_WEBSOCKET_PROTOCOL) && protocols(asked).any(|protocol| protocol == PORT_PROTOCOL)
+    {
+        kept.insert(header::SEC_WEBSOCKET_PROTOCOL, HeaderValue::from_static(PORT_PROTOCOL));
     }
     kept
 }
@@ -330,6 +308,7 @@ mod tests {
     fn only_the_rows_own_upgrade_passes() {
         let websocket = headers(&[("connection", "keep-alive, Upgrade"), ("upgrade", "WebSocket")]);
         assert_eq!(upgrade(&route::command_attach, &websocket), Some("websocket"));
+        assert_eq!(upgrade(&route::port_get, &websocket), Some("websocket"));
         assert_eq!(upgrade(&route::dial, &websocket), None);
         assert_eq!(upgrade(&route::session_list, &websocket), None);
         assert_eq!(upgrade(&route::command_attach, &headers(&[("upgrade", "websocket")])), None);

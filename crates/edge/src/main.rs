@@ -14,6 +14,7 @@ use pepo_edge::fetch::Fetch;
 use pepo_edge::handler::Rules;
 use pepo_edge::jwt::Issuers;
 use pepo_edge::keys::Keys;
+use pepo_edge::lines::Lines;
 use pepo_edge::tls::Tls;
 use pepo_edge::upstream::Upstream;
 use pepo_edge::{handler, port, rights, server};
@@ -66,19 +67,22 @@ fn run() -> anyhow::Result<()> {
 
     let filter = tracing_subscriber::EnvFilter::try_new(&config.log)
         .with_context(|| format!("log.level = `{}` is not a filter", config.log))?;
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    let log = Lines::to(std::io::stderr());
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(log.clone()).with_ansi(false).init();
     // Read without any right: it must be readable so later too, when it changes.
     let tls = config.tls.clone().map(Tls::open).transpose()?;
     writeln!(std::io::stdout(), "{url}")?;
 
-    tokio::runtime::Builder::new_multi_thread()
+    let served = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(std::thread::available_parallelism().map_or(1, usize::from).min(4))
         .enable_all()
         .build()?
-        .block_on(serve(listener, *config, tls))
+        .block_on(serve(listener, *config, tls, log.clone()));
+    log.flush();
+    served
 }
 
-async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>) -> anyhow::Result<()> {
+async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>, log: Lines) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let upstream = Upstream::new(config.socket.clone());
@@ -87,6 +91,7 @@ async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>
     let (decisions, noted) = Decisions::new();
     let tls = tls.map(Arc::new);
     let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(log.follow());
     tasks.spawn(pepo_edge::keys::follow(keys.clone(), upstream.clone()));
     tasks.spawn(pepo_edge::jwt::follow(issuers.clone()));
     tasks.spawn(pepo_edge::decisions::follow(noted, upstream.clone()));
@@ -100,6 +105,7 @@ async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>
         origins: config.origins,
         streams: config.limits.streams.unwrap_or(bounds.connections * 3 / 4).max(1),
         limits: config.limits,
+        ..Rules::default()
     };
     let edge = Arc::new(handler::Edge::new(gate, rules, upstream, decisions));
     let result = server::serve(listener, edge, tls, bounds, end(config.lifeline)).await;

@@ -1,7 +1,9 @@
 //! From a path to a row of the table. Only rows of tenants exist here; an operator's path is unknown like any other.
 
+use std::borrow::Cow;
+
 use http::Method;
-use pepo_api::{Audience, ROUTES, Route, route};
+use pepo_api::{Audience, REST, ROUTES, Route, route};
 
 /// What a path leads to.
 #[derive(Debug)]
@@ -22,13 +24,13 @@ pub enum Found {
 
 /// Finds the row of a method and a path as sent. Where a word and a parameter both fit, the word wins.
 pub fn find(method: &Method, path: &str) -> Found {
-    if !plain(path) {
+    if path.len() > LONGEST {
         return Found::Nothing;
     }
     let mut best: Option<(usize, &'static Route)> = None;
     let mut methods = Vec::new();
     for row in ROUTES.iter().filter(|row| matches!(row.audience, Audience::Tenant | Audience::Anyone)) {
-        let Some(words) = fits(row.path, path) else { continue };
+        let Some(words) = fits(row, path) else { continue };
         if row.method != method {
             methods.push(row.method);
         } else if best.is_none_or(|(most, _)| words > most) {
@@ -45,14 +47,19 @@ pub fn find(method: &Method, path: &str) -> Found {
     }
 }
 
-/// How many segments are words of the pattern rather than parameters, if the path fits it.
-fn fits(pattern: &str, path: &str) -> Option<usize> {
+/// How many segments are words of the row's pattern rather than parameters, if the path fits it.
+fn fits(row: &Route, path: &str) -> Option<usize> {
     let mut words = 0;
     let mut given = path.split('/');
-    for wanted in pattern.split('/') {
+    for wanted in row.path.split('/') {
+        if wanted == REST {
+            // What is a guest's to read is its own, but for what readers on the way there might take for another path.
+            let rest = given.next()?;
+            return (!dotted(rest) && !given.any(dotted)).then_some(words);
+        }
         let segment = given.next()?;
         if wanted.starts_with('{') {
-            if segment.is_empty() {
+            if !plain(segment) {
                 return None;
             }
         } else if wanted == segment {
@@ -64,15 +71,27 @@ fn fits(pattern: &str, path: &str) -> Option<usize> {
     given.next().is_none().then_some(words)
 }
 
-/// Whether two readers can only see the same path in it: no empty or dot segments, none of them encoded, no encoded slash.
-fn plain(path: &str) -> bool {
-    let lower = path.to_ascii_lowercase();
-    let segments = lower.strip_prefix('/').unwrap_or(&lower).split('/');
-    let dots = |segment: &str| matches!(segment.replace("%2e", ".").as_str(), "" | "." | "..");
-    path.len() <= 4096
-        && path.starts_with('/')
-        && !segments.into_iter().any(dots)
-        && !["%2f", "%5c", "%00", "\\"].iter().any(|bad| lower.contains(bad))
+/// The longest path.
+const LONGEST: usize = 4096;
+
+/// The segment without what may be encoded in it and matters.
+fn decoded(segment: &str) -> Cow<'_, str> {
+    match segment.contains('%') {
+        true => segment.to_ascii_lowercase().replace("%2e", ".").into(),
+        false => segment.into(),
+    }
+}
+
+/// Whether a reader may take it for a way up.
+fn dotted(segment: &str) -> bool {
+    matches!(&*decoded(segment), "." | "..")
+}
+
+/// Whether two readers can only see the same parameter in it: not empty, no dots, no slash or NUL of any kind.
+fn plain(segment: &str) -> bool {
+    let decoded = decoded(segment);
+    let odd = || ["%2f", "%5c", "%00", "\\"].iter().any(|odd| decoded.contains(odd));
+    !matches!(&*decoded, "" | "." | "..") && !odd()
 }
 
 #[cfg(test)]
@@ -91,6 +110,16 @@ mod tests {
         for row in ROUTES.iter().filter(|row| row.audience == Audience::Tenant) {
             let path: Vec<&str> = row.path.split('/').map(|s| if s.starts_with('{') { "x1" } else { s }).collect();
             assert_eq!(name(row.method.clone(), &path.join("/")), row.name);
+            if let Some(before) = row.before_rest() {
+                let before = before.replace("{session}", "s").replace("{port}", "80");
+                for rest in ["", "a/b", "a//b/", "%2f", ".well-known/x", "a..b", "%zz"] {
+                    assert_eq!(name(row.method.clone(), &format!("{before}{rest}")), row.name, "{rest}");
+                }
+                for rest in ["..", "a/../b", "a/%2E%2e/b", "./a", "a/."] {
+                    assert_eq!(name(row.method.clone(), &format!("{before}{rest}")), "Nothing", "{rest}");
+                }
+                assert_eq!(name(row.method.clone(), before.trim_end_matches('/')), "Nothing");
+            }
         }
     }
 
@@ -120,6 +149,9 @@ mod tests {
             "/v1/sessions/a%5cb",
             "/v1/sessions/a\\b",
             "/v1/sessions/%00",
+            "/v1/sessions/%2e%2e/ports/80/",
+            "/v1/sessions/a%2Fb/ports/80/",
+            "/v1/sessions//ports/80/",
             "v1/sessions",
             "",
             "*",

@@ -173,6 +173,33 @@ async fn a_body_that_is_cancelled_ends_its_request() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_body_in_drops_is_cut_though_no_drop_is_late() {
+    let usual = Options::default();
+    let rules = Rules { json_within: Duration::from_millis(500), ..usual.rules.clone() };
+    let f = start(Options { rules, ..usual }).await;
+    let mut stream = TcpStream::connect(f.address).await.expect("connect");
+    let head = format!(
+        "POST /v1/sessions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 100000\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.expect("write");
+    let (mut reading, mut writing) = stream.into_split();
+    let dripping = tokio::spawn(async move {
+        while writing.write_all(b" ").await.is_ok() {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    });
+    let mut answer = Vec::new();
+    let began = Instant::now();
+    // What is still on its way may reset the connection once the answer is out.
+    let _ = tokio::time::timeout(LONG, reading.read_to_end(&mut answer)).await.expect("cut");
+    let text = String::from_utf8_lossy(&answer);
+    assert!(status(&text) == 400 && text.contains("not whole within"), "{text}");
+    assert!(began.elapsed() < Duration::from_secs(10), "{:?}", began.elapsed());
+    dripping.abort();
+    assert!(f.daemon.asked().is_empty());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_caller_has_so_many_requests_open_and_no_more() {
     let usual = Options::default();
     let f = start(Options { rules: Rules { streams: 8, ..usual.rules }, ..usual }).await;
@@ -352,6 +379,12 @@ async fn a_session_token_opens_its_session_and_nothing_else() {
     assert_eq!(code("GET", &format!("{own}/files?path=a")).await, 200);
     assert_eq!(code("PUT", &format!("{own}/files?path=a")).await, 403, "reading is not writing");
     assert_eq!(code("GET", &format!("{own}/dial/81")).await, 403);
+    for (port, wanted) in [("80", 200), ("81", 403), ("080", 200), ("%38%30", 403), ("80;81", 403)] {
+        assert_eq!(code("POST", &format!("{own}/ports/{port}/a/b")).await, wanted, "{port}");
+    }
+    for out in ["../81/", "%2e%2e/81/", "a/../../81/"] {
+        assert_eq!(code("GET", &format!("{own}/ports/80/{out}")).await, 404, "{out}");
+    }
     assert_eq!(code("DELETE", &own).await, 403);
     assert_eq!(code("POST", &format!("{own}/tokens")).await, 403, "a token makes no token");
     assert_eq!(code("GET", &format!("/v1/sessions/{}/commands", SessionId::generate())).await, 403);
@@ -359,7 +392,7 @@ async fn a_session_token_opens_its_session_and_nothing_else() {
     assert_eq!(code("GET", "/v1/sessions").await, 403);
     assert_eq!(code("GET", "/v1/events").await, 403);
     let asked = f.daemon.asked();
-    assert_eq!(asked.len(), 2);
+    assert_eq!(asked.len(), 4);
     assert_eq!(asked[0].headers["pepo-actor"], format!("token:{session}").as_str());
     assert!(asked[0].headers.get("pepo-key").is_none());
 
@@ -374,6 +407,20 @@ async fn a_session_token_opens_its_session_and_nothing_else() {
     assert_eq!(&answer, b"HTTP/1.1 101");
     let attach = f.daemon.asked().pop().expect("asked");
     assert_eq!(attach.headers["sec-websocket-protocol"], "pepo.attach.v1");
+    drop(stream);
+    // To a port too; where the program chose no protocol the browser is told the one that says so.
+    let mut stream = TcpStream::connect(f.address).await.expect("connect");
+    let head = format!(
+        "GET {own}/ports/80/live?a HTTP/1.1\r\nhost: x\r\nconnection: Upgrade\r\nupgrade: websocket\r\nsec-websocket-protocol: pepo.port.v1, pepo.bearer.{token}\r\n\r\n"
+    );
+    stream.write_all(head.as_bytes()).await.expect("write");
+    let mut answer = vec![0u8; 1024];
+    let read = stream.read(&mut answer).await.expect("answer");
+    let answer = String::from_utf8_lossy(&answer[..read]).to_lowercase();
+    assert!(answer.starts_with("http/1.1 101") && answer.contains("sec-websocket-protocol: pepo.port.v1"), "{answer}");
+    let inside = f.daemon.asked().pop().expect("asked");
+    assert_eq!(inside.target, format!("{own}/ports/80/live?a"));
+    assert!(!format!("{inside:?}").contains("pepot_") && inside.headers.get("sec-websocket-protocol").is_none());
     drop(stream);
 
     f.daemon.change(|state| state.void = vec![pepo_api::EdgeVoid { session_id: session, before: now + 1 }]).await;

@@ -296,7 +296,8 @@ impl Client {
         }
     }
 
-    fn at(&self) -> String {
+    /// Its socket, or its address.
+    pub fn at(&self) -> String {
         match &*self.target {
             Target::Unix(path) => path.display().to_string(),
             Target::Tcp { authority, secure: None, .. } => format!("http://{authority}"),
@@ -635,6 +636,7 @@ mod forms {
             ("key", "user:42"),
             ("command", "cmd"),
             ("port", "80"),
+            ("rest", "index.html"),
             ("image", "base"),
             ("app", "shop"),
             ("workspace", "wsp"),

@@ -26,6 +26,7 @@ mod shell;
 mod stats;
 mod sweep;
 mod up;
+mod url;
 mod usage;
 mod version;
 mod workspace;
@@ -80,6 +81,8 @@ enum Verb {
     Cp(cp::Cp),
     /// Make a port of a Session one of this machine's
     PortForward(forward::Forward),
+    /// Print the address at which a port of a Session answers over HTTP
+    Url(url::Url),
     /// Make, look at, change and remove Workspaces
     #[command(subcommand, visible_alias = "workspaces")]
     Workspace(workspace::Workspace),
@@ -152,6 +155,7 @@ impl Cli {
             Verb::Logs(verb) => verb.run(place()?).await,
             Verb::Cp(verb) => verb.run(place()?).await,
             Verb::PortForward(verb) => verb.run(place()?).await,
+            Verb::Url(verb) => verb.run(place()?).await,
             Verb::Workspace(verb) => verb.run(place()?).await,
             Verb::Image(verb) => verb.run(place()?).await,
             Verb::App(verb) => verb.run(place()?).await,

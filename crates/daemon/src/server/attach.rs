@@ -37,6 +37,9 @@ const MUCH: usize = 8 * 1024;
 /// The largest message taken. A caller's input comes in pieces of less.
 const TAKEN: usize = 1 << 20;
 
+/// Room for what comes, and the most that is read at once. Each attachment holds it all its life, and most say nothing.
+const ROOM: usize = 16 * 1024;
+
 /// Pieces of input under way: a caller of ours sends them with at most 32 KiB.
 const INPUTS: usize = 16;
 
@@ -85,6 +88,7 @@ async fn attach(
         .protocols([ATTACH_PROTOCOL])
         .max_message_size(TAKEN)
         .max_frame_size(TAKEN)
+        .read_buffer_size(ROOM)
         .write_buffer_size(0)
         .max_write_buffer_size(2 * JOINED)
         .on_upgrade(move |socket| serve(socket, live, follower, input));

@@ -11,9 +11,10 @@ use axum::extract::{RawPathParams, Request};
 use axum::middleware::Next;
 use axum::response::Response;
 use http::header;
-use pepo_api::{Audience, CommandId, Error as ApiError, Route, SessionId};
+use pepo_api::{Answer, Audience, CommandId, Error as ApiError, Route, SessionId};
 
 use super::Call;
+use super::ports::OfGuest;
 use crate::Pepod;
 use crate::store::{Event, Store};
 
@@ -24,6 +25,10 @@ const TEXT: usize = 256;
 pub(super) async fn layer(route: &'static Route, params: RawPathParams, request: Request, next: Next) -> Response {
     let known = (request.extensions().get::<Pepod>().cloned(), request.extensions().get::<Call>().copied());
     let (Some(pepod), Some(call)) = known else { return next.run(request).await };
+    // A look at what a guest serves changes nothing; a way in does.
+    if !route.changes() && !request.headers().contains_key(header::UPGRADE) {
+        return next.run(request).await;
+    }
     let mut event = Event::new(route.name).of_audit().actor(call.actor()).request(call.request_id);
     // The operator's own routes concern the host, whatever App is named.
     if route.audience == Audience::Tenant {
@@ -41,6 +46,8 @@ pub(super) async fn layer(route: &'static Route, params: RawPathParams, request:
                     None => event.detail(name, short(value)),
                 },
             },
+            // What a guest is asked for may be anything.
+            "rest" => event,
             "command" => match value.parse::<CommandId>() {
                 Ok(id) => event.command(id),
                 Err(_) => event.detail(name, short(value)),
@@ -48,8 +55,9 @@ pub(super) async fn layer(route: &'static Route, params: RawPathParams, request:
             _ => event.detail(name, short(value)),
         };
     }
+    let of_guest = route.answer == Answer::Guest;
     for (name, value) in form_urlencoded::parse(request.uri().query().unwrap_or_default().as_bytes()) {
-        if name == "path" {
+        if name == "path" && !of_guest {
             event = event.detail("path", short(&value));
         }
     }
@@ -75,8 +83,10 @@ impl Note {
         } else if status.is_client_error() || status.is_server_error() {
             event = event.outcome(format!("http_{}", status.as_u16()));
         }
-        // What was made says so in its address.
-        let made = response.headers().get(header::LOCATION).and_then(|place| place.to_str().ok()?.rsplit('/').next());
+        // What was made says so in its address; a guest's answer says nothing that counts here.
+        let ours = response.extensions().get::<OfGuest>().is_none();
+        let made = response.headers().get(header::LOCATION).filter(|_| ours);
+        let made = made.and_then(|place| place.to_str().ok()?.rsplit('/').next());
         if let Some(made) = made {
             event = match (made.parse::<SessionId>(), made.parse::<CommandId>()) {
                 (Ok(session), _) => event.session(session),

@@ -1,6 +1,5 @@
-//! Routes of files, trees and connections. Bytes pass through with backpressure and are never gathered.
+//! Routes of files and trees. Bytes pass through with backpressure and are never gathered.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use axum::body::Body;
@@ -11,11 +10,8 @@ use base64::engine::general_purpose::STANDARD;
 use bytes::Bytes;
 use futures_util::StreamExt as _;
 use http::{HeaderMap, HeaderValue, StatusCode, header};
-use hyper_util::rt::TokioIo;
 use pepo_api::query::{AtPath, UnderPath, WriteFile};
-use pepo_api::{
-    DIAL_UPGRADE, ErrorCode, FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile, route,
-};
+use pepo_api::{ErrorCode, FileChange, FileChangeKind, FileEntry, FileKind, FileList, MakeFile, RenameFile, route};
 use pepo_sandbox::guest::{self, Download, Guest, Upload};
 use pepo_sandbox::proto;
 
@@ -28,9 +24,6 @@ use crate::workspace::Visit;
 /// Entries in one listing.
 const MOST_ENTRIES: usize = 50_000;
 
-/// Room of a connection into the guest, each way.
-const DIAL_BUFFER: usize = 64 * 1024;
-
 pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::file_read, read);
     routes.route(&route::file_write, write);
@@ -42,7 +35,6 @@ pub(super) fn register(routes: &mut Routes) {
     routes.route(&route::file_rename, rename);
     routes.route(&route::tar_read, tar_read);
     routes.route(&route::tar_write, tar_write);
-    routes.route(&route::dial, dial);
 }
 
 /// Files for one request, by whoever has them.
@@ -58,7 +50,7 @@ enum Lender {
     Workspace { _visit: Visit },
 }
 
-async fn lend(pepod: &Pepod, call: Call, which: &str) -> Result<Lent, Problem> {
+pub(super) async fn lend(pepod: &Pepod, call: Call, which: &str) -> Result<Lent, Problem> {
     let session = pepod.sessions().find(call.app, which).await?.live()?;
     let Serving { guest, activation, ticket } = session.serving(call.activation, pepod.start_within()).await?;
     Ok(Lent { guest, lender: Lender::Session { session, activation, _ticket: ticket } })
@@ -70,8 +62,21 @@ impl Lent {
         Lent { guest: visit.guest().clone(), lender: Lender::Workspace { _visit: visit } }
     }
 
+    /// Who serves.
+    pub(super) fn guest(&self) -> &Guest {
+        &self.guest
+    }
+
+    /// The Session, where it is one's.
+    pub(super) fn session(&self) -> Option<&Session> {
+        match &self.lender {
+            Lender::Session { session, .. } => Some(session),
+            Lender::Workspace { .. } => None,
+        }
+    }
+
     /// What an error is to the caller: a stream that broke because the Sandbox ended says so.
-    async fn told<T>(&self, result: Result<T, guest::Error>) -> Result<T, Problem> {
+    pub(super) async fn told<T>(&self, result: Result<T, guest::Error>) -> Result<T, Problem> {
         match (result, &self.lender) {
             (Ok(done), _) => Ok(done),
             (
@@ -86,7 +91,7 @@ impl Lent {
     }
 
     /// The answer, with what is told beside it.
-    fn with(&self, answer: impl IntoResponse) -> Response {
+    pub(super) fn with(&self, answer: impl IntoResponse) -> Response {
         match &self.lender {
             Lender::Session { activation, .. } => with_activation(*activation, answer),
             Lender::Workspace { .. } => answer.into_response(),
@@ -491,55 +496,6 @@ pub(super) async fn tar_into(lend: impl Lending, at: AtPath, request: Request) -
     let upload = lent.told(lent.guest.tar_in(proto::TarIn { path: at.path, user: at.user }).await).await?;
     pour(&lent, request.into_body(), upload).await?;
     Ok(lent.with(StatusCode::NO_CONTENT))
-}
-
-async fn dial(
-    State(pepod): State<Pepod>,
-    call: Call,
-    Path((which, port)): Path<(String, String)>,
-    mut request: Request,
-) -> Result<Response, Problem> {
-    let port = port.parse::<u16>().ok().filter(|port| *port > 0);
-    let port = port.ok_or_else(|| Problem::invalid("port", "a port is a number from 1 to 65535"))?;
-    let asks = request
-        .headers()
-        .get(header::UPGRADE)
-        .is_some_and(|kind| kind.as_bytes().eq_ignore_ascii_case(DIAL_UPGRADE.as_bytes()));
-    if !asks {
-        return Err(Problem::new(ErrorCode::BadRequest, format!("this route answers `Upgrade: {DIAL_UPGRADE}` only")));
-    }
-    let lent = lend(&pepod, call, &which).await?;
-    // A Service that this very request may have brought up gets the time to listen.
-    if let Lender::Session { session, .. } = &lent.lender {
-        session.services().up(port, pepod.start_within()).await;
-    }
-    let dialed = match lent.guest.dial(port).await {
-        Err(guest::Error::Failed(failure)) if failure.code == proto::FailureCode::Refused => {
-            return Err(Problem::new(ErrorCode::GuestFailed, format!("nothing listens on port {port} in the guest")));
-        }
-        other => lent.told(other).await?,
-    };
-    let headers = [(header::CONNECTION, "upgrade"), (header::UPGRADE, DIAL_UPGRADE)];
-    let answer = lent.with((StatusCode::SWITCHING_PROTOCOLS, headers));
-    let upgrading = hyper::upgrade::on(&mut request);
-    let lent = Arc::new(lent);
-    tokio::spawn(async move {
-        let mut dialed = dialed;
-        match upgrading.await {
-            Ok(upgraded) => {
-                let mut caller = TokioIo::new(upgraded);
-                // Each direction ends with its own Eof; the other goes on.
-                let copied =
-                    tokio::io::copy_bidirectional_with_sizes(&mut caller, &mut dialed, DIAL_BUFFER, DIAL_BUFFER).await;
-                if let Err(error) = copied {
-                    tracing::debug!(port, %error, "a connection into the guest broke off");
-                }
-            }
-            Err(error) => tracing::debug!(port, %error, "a caller left before its connection stood"),
-        }
-        drop(lent);
-    });
-    Ok(answer)
 }
 
 #[cfg(test)]

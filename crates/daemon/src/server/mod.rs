@@ -21,6 +21,7 @@ mod key;
 mod limits;
 mod once;
 mod operator;
+mod ports;
 mod session;
 mod settings;
 mod token;
@@ -40,7 +41,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use http::{HeaderValue, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
-use pepo_api::{AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, KeyId, RequestId, Route};
+use pepo_api::{Answer, AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, KeyId, RequestId, Route};
 use pepo_sandbox::chain;
 use pepo_sandbox::proto::FailureCode;
 use pepo_sandbox::{guest, host};
@@ -312,7 +313,7 @@ impl Routes {
         };
         let add = |router: &mut Router<Pepod>| {
             let mut method = on(filter, handler.clone());
-            if route.changes() {
+            if route.changes() || route.answer == Answer::Guest {
                 method = method.layer(axum::middleware::from_fn(
                     move |params: RawPathParams, request: Request, next: Next| {
                         audit::layer(route, params, request, next)
@@ -320,7 +321,14 @@ impl Routes {
                 ));
             }
             method = method.layer(axum::middleware::from_fn(measured));
-            *router = std::mem::take(router).route(route.path, method);
+            *router = match route.before_rest() {
+                // A pattern that takes the rest takes no empty one.
+                Some(before) => {
+                    let rest = format!("{before}{{*rest}}");
+                    std::mem::take(router).route(before, method.clone()).route(&rest, method)
+                }
+                None => std::mem::take(router).route(route.path, method),
+            };
         };
         match route.audience {
             Audience::Operator => add(&mut self.operator),
@@ -339,6 +347,7 @@ fn routes() -> Routes {
     command::register(&mut routes);
     attach::register(&mut routes);
     files::register(&mut routes);
+    ports::register(&mut routes);
     workspace::register(&mut routes);
     image::register(&mut routes);
     feed::register(&mut routes);
@@ -499,7 +508,8 @@ impl Problem {
 fn finish(mut response: Response, request_id: RequestId) -> Response {
     if let Some(error) = response.extensions_mut().remove::<Arc<ApiError>>() {
         response = render((*error).clone(), request_id);
-    } else if response.status().is_client_error()
+    } else if response.extensions().get::<ports::OfGuest>().is_none()
+        && response.status().is_client_error()
         && response.headers().get(header::CONTENT_TYPE).is_none_or(|kind| kind != "application/json")
     {
         // A refusal of the framework's own (a WebSocket without its headers).

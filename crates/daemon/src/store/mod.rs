@@ -249,6 +249,7 @@ pub struct Store {
     failed: watch::Receiver<Option<String>>,
     feed: watch::Receiver<u64>,
     edge: watch::Receiver<u64>,
+    totals: Arc<traffic::Known>,
 }
 
 impl std::fmt::Debug for Store {
@@ -379,7 +380,8 @@ impl Store {
         let newest: i64 = connection.query_row("SELECT coalesce(max(seq), 0) FROM events", [], |row| row.get(0))?;
         let (feed_moves, feed) = watch::channel(newest as u64);
         let (edge_moves, edge) = watch::channel(key::generation(&connection)?);
-        let told = Told { feed: feed_moves, edge: edge_moves };
+        let totals = Arc::new(traffic::Known::default());
+        let told = Told { feed: feed_moves, edge: edge_moves, totals: totals.clone() };
         std::thread::Builder::new()
             .name("store".into())
             .spawn(move || {
@@ -394,7 +396,7 @@ impl Store {
                 failure.send_replace(Some(reason));
             })
             .map_err(|source| Error::File { what: "start a writer for", path: path.into(), source })?;
-        Ok(Store { queue, readers, failed, feed, edge })
+        Ok(Store { queue, readers, failed, feed, edge, totals })
     }
 
     /// Makes a change; returns when it is on the disk.
@@ -510,10 +512,11 @@ fn migrate(connection: &mut Connection, path: &Path, migrations: &[&str]) -> Res
     Ok(())
 }
 
-/// Numbers that others wait for.
+/// Numbers that others wait for, and what is to be forgotten once there is something new.
 struct Told {
     feed: watch::Sender<u64>,
     edge: watch::Sender<u64>,
+    totals: Arc<traffic::Known>,
 }
 
 /// The writer: groups until every handle is gone.
@@ -541,6 +544,7 @@ fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>, told
         let transaction = connection.transaction()?;
         let mut answers = Vec::with_capacity(group.len());
         let mut newest = None;
+        let counted = group.iter().any(|queued| matches!(queued.write, Write::Counted(..) | Write::Prune { .. }));
         for Queued { write, answer } in group {
             match apply(&transaction, &write, &mut newest) {
                 Ok(()) => answers.push((answer, Ok(()))),
@@ -550,6 +554,9 @@ fn write_all(mut connection: Connection, mut queue: mpsc::Receiver<Queued>, told
         }
         let edge = key::generation(&transaction)?;
         transaction.commit()?;
+        if counted {
+            told.totals.forget();
+        }
         if let Some(newest) = newest {
             told.feed.send_replace(newest);
         }

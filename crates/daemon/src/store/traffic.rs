@@ -3,6 +3,9 @@
 //! The kernel counts for a Sandbox from its making on, through any restart of ours; so a mark beside each Sandbox says how
 //! far its counts are in the totals already. Counts of names come as what is more, since pepod itself counts them.
 
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
 use pepo_api::{SandboxId, SessionId};
 use rusqlite::{OptionalExtension, Transaction, params};
 
@@ -25,6 +28,45 @@ pub enum Counted {
     SinceItsMaking(Counts),
     /// So much more than was told before.
     More(Counts),
+}
+
+/// Totals as they were read last: a Session that is looked at again and again asks no disk. What counts more forgets all.
+#[derive(Default)]
+pub(super) struct Known(Mutex<Kept>);
+
+#[derive(Default)]
+struct Kept {
+    /// Times that all was forgotten: what was read before the last time is not kept after it.
+    age: u64,
+    totals: HashMap<SessionId, Option<Counts>>,
+}
+
+/// Totals that are kept; beyond that all are forgotten.
+const KEPT: usize = 4096;
+
+impl Known {
+    /// The total, or the age at which it is looked for elsewhere.
+    fn get(&self, session: SessionId) -> Result<Option<Counts>, u64> {
+        let kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.totals.get(&session).cloned().ok_or(kept.age)
+    }
+
+    fn keep(&self, age: u64, session: SessionId, total: Option<Counts>) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if kept.age == age {
+            if kept.totals.len() >= KEPT {
+                kept.totals.clear();
+            }
+            kept.totals.insert(session, total);
+        }
+    }
+
+    /// For when the totals on the disk have changed, before anybody is told so.
+    pub(super) fn forget(&self) {
+        let mut kept = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.age += 1;
+        kept.totals.clear();
+    }
 }
 
 fn read(transaction: &Transaction<'_>, sql: &str, id: &str) -> Result<Option<Counts>, Error> {
@@ -89,7 +131,12 @@ impl Store {
         session: SessionId,
         present: Option<(SandboxId, Counts)>,
     ) -> Result<Option<Counts>, Error> {
-        self.read(move |connection| {
+        let age = match (&present, self.totals.get(session)) {
+            (None, Ok(total)) => return Ok(total),
+            (None, Err(age)) => Some(age),
+            (Some(_), _) => None,
+        };
+        let read = self.read(move |connection| {
             let counts = |sql, id: String| -> Result<Option<Counts>, rusqlite::Error> {
                 let text: Option<String> =
                     connection.prepare_cached(sql)?.query_row([id], |row| row.get(0)).optional()?;
@@ -100,8 +147,12 @@ impl Store {
             let mut total = total.unwrap_or_default();
             total.add(&now.since(&counts(MARK, sandbox.to_string())?.unwrap_or_default()));
             Ok(Some(total))
-        })
-        .await
+        });
+        let total = read.await?;
+        if let Some(age) = age {
+            self.totals.keep(age, session, total.clone());
+        }
+        Ok(total)
     }
 }
 
@@ -135,6 +186,8 @@ mod tests {
         for counted in [carried(100), names(3), carried(100), carried(150), carried(0)] {
             store.write(Write::Counted(first, counted)).await.expect("count");
         }
+        let total = async |store: &Store| store.carried(id, None).await.expect("read").expect("counted").shown();
+        assert_eq!((total(&store).await.sent_bytes, total(&store).await.names.asked), (150, 3), "looked at again");
         // Another life of pepod: the kernel's counts go on, those of names begin again.
         drop(store);
         let store = Store::open(&path).expect("again");
@@ -146,7 +199,7 @@ mod tests {
         let claim = Claim { sandbox: second, session: id, activation: 2 };
         store.write(Write::Claim(claim)).await.expect("claim");
         store.write(Write::Counted(second, carried(40))).await.expect("count");
-        let total = store.carried(id, None).await.expect("read").expect("counted").shown();
+        let total = total(&store).await;
         assert_eq!((total.sent_bytes, total.names.asked), (200, 4));
         let now = Counts::of_packets(&Traffic { sent_bytes: 45, ..Traffic::default() });
         let looked = store.carried(id, Some((second, now))).await.expect("read").expect("counted");
