@@ -251,6 +251,16 @@ pub fn become_sandbox(hostname: &str, clock_unix_ns: u64, entropy: &[u8]) -> Res
     Ok(())
 }
 
+/// Writes anew, as they are, the files that [`become_sandbox`] writes: it finds them on the scratch disk then, and not in
+/// the Image, from where they would be copied first.
+pub fn ready_identity() {
+    for path in ["/etc/hostname", "/etc/hosts"] {
+        if let Ok(bytes) = fs::read(path) {
+            let _ = fs::write(path, bytes);
+        }
+    }
+}
+
 /// Whether any command has a process.
 pub fn has_processes() -> bool {
     fs::read_to_string(format!("{}/cgroup.events", tree::COMMANDS)).is_ok_and(|text| text.contains("populated 1"))

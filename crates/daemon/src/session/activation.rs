@@ -109,12 +109,8 @@ async fn attempt(
         None => Vec::new(),
     };
     mounts.extend(inner.workspaces.mount_lent(&spec.volumes));
-    let (warm, committed, base) = match from {
-        // What it used while it waited is nobody's.
-        From::Warm { warm, committed } => {
-            let base = inner.host.usage(id).await.ok();
-            (warm, committed, base)
-        }
+    let (warm, committed, has_waited) = match from {
+        From::Warm { warm, committed } => (warm, committed, true),
         From::Files { files, shape } => {
             // Recorded before the first thing is taken.
             inner.store.write(Write::NewSandbox(tenure.sandbox)).await.map_err(|error| failed(&error))?;
@@ -133,47 +129,25 @@ async fn attempt(
             let warm = booted.map_err(|error| boot_cause(&error))?;
             tracing::info!(session = %session.id(), sandbox = %id, took = ?warm.took(), guest = ?warm.hello(), "booted");
             drop(turn);
-            (warm, false, None)
+            (warm, false, false)
         }
     };
-    // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
-    if !committed {
-        let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
-        if let Err(error) = inner.store.write(Write::Claim(claim)).await {
-            let cause = failed(&error);
-            if let Err(error) = warm.release().await {
-                tracing::error!(sandbox = %id, %error, "not everything was given back");
-            }
-            return Err(cause);
+    let gathered = async {
+        // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
+        if !committed {
+            let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
+            inner.store.write(Write::Claim(claim)).await.map_err(|error| failed(&error))?;
         }
-    }
-    if let Some(base) = base {
-        inner.store.write_later(Write::Usage(crate::usage::sample(id, &base, None), Purpose::Base)).await;
-    }
-    // The rules are in force before the guest hears of its network.
-    let (network, policy) = match open(sessions, session, &warm).await {
-        Ok(None) => (None, None),
-        Ok(Some((network, policy))) => (Some(network), Some(policy)),
+        gather(sessions, session, &warm, has_waited).await
+    };
+    let (activate, policy) = match gathered.await {
+        Ok(gathered) => gathered,
         Err(cause) => {
             if let Err(error) = warm.release().await {
                 tracing::error!(sandbox = %id, %error, "not everything was given back");
             }
             return Err(cause);
         }
-    };
-    let mut entropy = vec![0; ENTROPY];
-    rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
-        .map_err(|error| failed(&std::io::Error::from(error)))?;
-    let mut env = session.environment();
-    // Opened here and nowhere before: for the guest that may know them.
-    let secrets = sessions.unseal(session.id()).await.map_err(|error| failed(&error))?;
-    env.extend(secrets.0.iter().map(|(name, value)| Variable { name: name.clone(), value: value.to_string() }));
-    let activate = Activate {
-        hostname: session.id().hex(),
-        env,
-        clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
-        entropy,
-        network,
     };
     let active = warm.activate(activate, mounts, cancel).await.map_err(|error| boot_cause(&error))?;
     if spec.persist.is_empty() {
@@ -190,6 +164,40 @@ async fn attempt(
             Err(failed(&error))
         }
     }
+}
+
+/// What a guest is to become. Nothing of it waits for anything else of it: its network in force before it hears of it, its
+/// secrets opened here and nowhere before, for the guest that may know them.
+async fn gather(
+    sessions: &Sessions,
+    session: &Session,
+    warm: &Warm,
+    has_waited: bool,
+) -> Result<(Activate, Option<Policy>), Cause> {
+    let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
+    let (inner, id) = (&sessions.0, warm.plan().id);
+    // What it used while it waited is nobody's.
+    let base = async {
+        if has_waited && let Ok(base) = inner.host.usage(id).await {
+            inner.store.write_later(Write::Usage(crate::usage::sample(id, &base, None), Purpose::Base)).await;
+        }
+    };
+    let ((), opened, secrets) = tokio::join!(base, open(sessions, session, warm), sessions.unseal(session.id()));
+    let (network, policy) = opened?.unzip();
+    let secrets = secrets.map_err(|error| failed(&error))?;
+    let mut entropy = vec![0; ENTROPY];
+    rustix::rand::getrandom(&mut entropy, rustix::rand::GetRandomFlags::empty())
+        .map_err(|error| failed(&std::io::Error::from(error)))?;
+    let mut env = session.environment();
+    env.extend(secrets.0.iter().map(|(name, value)| Variable { name: name.clone(), value: value.to_string() }));
+    let activate = Activate {
+        hostname: session.id().hex(),
+        env,
+        clock_unix_ns: u64::try_from(Timestamp::now().as_nanosecond()).unwrap_or_default(),
+        entropy,
+        network,
+    };
+    Ok((activate, policy))
 }
 
 /// Puts a Session's network policy in force in its Sandbox, where that has a network.

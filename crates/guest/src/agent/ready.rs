@@ -44,10 +44,12 @@ impl Agent {
     /// program needs is in memory afterwards, and translated where the processor is emulated.
     pub(super) async fn rehearse(&self) -> Result<(), Outcome> {
         sleep(ALONE).await;
+        self.settle().await;
         if self.activation.borrow().is_some() {
             return Ok(());
         }
-        self.settle().await;
+        // Here, on the one thread that activates: what is read is what is written.
+        crate::mount::ready_identity();
         let trouble = |error: io::Error| failed(FailureCode::Io, error.to_string());
         let user = self.user(None)?;
         let mut environment = Environment::of_image(Path::new("/"));
@@ -66,7 +68,9 @@ impl Agent {
         let exit = sys::watch(Rc::new(pidfd), tokio::io::Interest::READABLE).map_err(trouble)?;
         drop(exit.readable().await.map_err(trouble)?);
         waitid(WaitId::PidFd(exit.get_ref().as_fd()), WaitIdOptions::EXITED | WaitIdOptions::NOHANG)
-            .map(drop)
-            .map_err(|error| trouble(error.into()))
+            .map_err(|error| trouble(error.into()))?;
+        drop(tree);
+        self.trees.keep_one();
+        Ok(())
     }
 }
