@@ -71,6 +71,24 @@ fn a_second_up_says_who_runs_it() {
     instance.end();
 }
 
+#[test]
+fn an_up_whose_reader_has_gone_goes_on_and_is_ended() {
+    let instance = Instance::new();
+    let pepo = pepo_e2e::bin("pepo");
+    let line = format!("{} up 2>{}/up.log | head -n 1", pepo.display(), instance.home().display());
+    let first = instance.program_at("/bin/sh".into()).args(["-c", &line]).start();
+    first.says("ready at", Duration::from_secs(60));
+    until("it goes on", Duration::from_secs(20), || {
+        instance.pepo(["session", "ls"]).run().code().filter(|code| *code == 0)
+    });
+    assert_eq!(instance.pids("pepo").len(), 1, "the supervisor runs");
+    let down = instance.pepo(["down"]).within(Duration::from_secs(60)).ok();
+    assert_eq!(down.out(), "stopped\n");
+    let ran = first.wait();
+    assert_eq!(ran.code(), Some(0), "{ran}");
+    instance.end();
+}
+
 /// A Session with a program that does not hear that it shall end, and so takes the whole grace.
 fn slow_to_end(instance: &Instance) {
     let session = instance.pepo(["session", "create", "-q", "--workspace", "none"]).ok().out().trim().to_owned();

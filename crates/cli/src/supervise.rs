@@ -101,7 +101,7 @@ impl Supervisor {
                 tokio::select! {
                     started = &mut starting => break started?,
                     _ = interrupts.end() => {
-                        render::say("stopping as soon as it has started")?;
+                        tell("stopping as soon as it has started\n");
                         wanted = false;
                     }
                 }
@@ -125,7 +125,7 @@ impl Supervisor {
         };
         let (mut daemon_pause, mut edge_pause) = (Pause::new(), Pause::new());
         match interrupts.unless(answers(&edge.url)).await {
-            Ok(Ok(())) => self.greet(&edge.url, key.as_deref(), begun.elapsed())?,
+            Ok(Ok(())) => self.greet(&edge.url, key.as_deref(), begun.elapsed()),
             Ok(Err(failure)) => {
                 self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await?;
                 return Err(failure);
@@ -139,15 +139,15 @@ impl Supervisor {
             tokio::select! {
                 biased;
                 _ = interrupts.end() => {
-                    render::say("stopping")?;
+                    tell("stopping\n");
                     self.stop(&mut daemon, Some(&mut edge.child), &mut interrupts).await?;
-                    render::say("stopped")?;
+                    tell("stopped\n");
                     return Ok(0);
                 }
                 ended = daemon.ended() => {
                     if ended.orderly {
                         stop_child(&mut edge.child).await;
-                        render::say("stopped: the daemon was asked to end")?;
+                        tell("stopped: the daemon was asked to end\n");
                         return Ok(0);
                     }
                     note(format!("pepod ended ({}); Sandboxes go on, it is started again", ended.how));
@@ -167,7 +167,7 @@ impl Supervisor {
                             Err(failure) => failure.show(),
                         }
                     }
-                    render::say("pepod runs again")?;
+                    tell("pepod runs again\n");
                 }
                 status = edge.child.wait() => {
                     let how = status.map_or_else(|error| error.to_string(), launch::ended);
@@ -188,7 +188,7 @@ impl Supervisor {
                             Err(failure) => failure.show(),
                         }
                     }
-                    render::say(&format!("pepo-edge runs again: {}", edge.url))?;
+                    tell(&format!("pepo-edge runs again: {}\n", edge.url));
                 }
             }
         }
@@ -214,17 +214,17 @@ impl Supervisor {
         Ok((Daemon::Taken { fd, gone, since: Instant::now() }, None))
     }
 
-    fn greet(&self, url: &str, key: Option<&str>, took: Duration) -> Outcome<()> {
-        render::say(&format!("ready at {url} ({:.1} s)", took.as_secs_f64()))?;
+    fn greet(&self, url: &str, key: Option<&str>, took: Duration) {
+        tell(&format!("ready at {url} ({:.1} s)\n", took.as_secs_f64()));
         // A service's output is a log, and a key has no place there.
         if crate::place::variable("JOURNAL_STREAM").is_some() {
-            return Ok(());
+            return;
         }
         match key {
-            Some(key) => render::out(&format!(
+            Some(key) => tell(&format!(
                 "this is the only time that the first key is shown:\n\n  export PEPO_URL={url} PEPO_API_KEY={key}\n  curl -H \"Authorization: Bearer $PEPO_API_KEY\" $PEPO_URL/v1/sessions\n\n"
             )),
-            None => render::say("the key is the one that was shown at the first start"),
+            None => tell("the key is the one that was shown at the first start\n"),
         }
     }
 
@@ -254,6 +254,11 @@ impl Supervisor {
         Err(Failure::new("the daemon ended before its Sandboxes: some may go on")
             .hint(format!("`{prefix}pepo down` removes them; `{prefix}pepo up` takes them over")))
     }
+}
+
+/// Tells whoever reads our output. A reader that has gone (`pepo up | head`) ends nothing that runs.
+fn tell(text: &str) {
+    let _ = render::out(text);
 }
 
 /// The daemon: our child, or somebody's.
