@@ -669,6 +669,7 @@ async fn two_hundred_sessions_at_once() {
     for ended in within(300, futures_util::future::join_all(ending)).await {
         assert_eq!(ended.expect("terminate").state, SessionState::Terminated);
     }
-    assert!(daemon.jails().is_empty());
+    // What could not be given back at once, with a process of a guest still at its end, is given back a moment later.
+    daemon::until("all is given back", || daemon.jails().is_empty());
     daemon.end().await;
 }
