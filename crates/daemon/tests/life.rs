@@ -586,7 +586,8 @@ async fn a_thousand_idle_sessions_cost_next_to_nothing() {
     tokio::time::sleep(Duration::from_secs(5)).await;
     let used = (daemon.cpu_ms() - began.0) as f64 / began.1.elapsed().as_millis() as f64;
     eprintln!("an idle Session: {each:.1} KiB; a thousand: {:.2} % of a core", used * 100.0);
-    assert!(each < 32.0, "{each:.1} KiB for each");
-    assert!(used < 0.01, "{:.2} % of a core", used * 100.0);
+    // `make bench` limits both to a tenth of this, on a quiet machine and without a debug build's costs.
+    assert!(each < 320.0, "{each:.1} KiB for each");
+    assert!(used < 0.1, "{:.2} % of a core", used * 100.0);
     daemon.end().await;
 }
