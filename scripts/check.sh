@@ -69,7 +69,8 @@ pass
 step "Nothing of this machine in the tree"
 leaks=$({
   parent=$(dirname "$top")
-  [ "$parent" = / ] || git grep -nF "$parent/" -- . || true
+  # Everybody's directories are no trace of anybody's machine.
+  case $parent in / | /tmp | /root) ;; *) git grep -nF "$parent/" -- . || true ;; esac
   case $HOME in / | /root) ;; *) git grep -nF "$HOME/" -- . || true ;; esac
   git grep -nE '[a-z]+://[^/@[:space:]"]+:[^/@[:space:]"]+@' -- . ':!crates/*/src/*' || true
 } | head -n 10)

@@ -39,7 +39,7 @@ pub struct Shape {
     /// A label, KEY=VALUE; may be given several times
     #[arg(short, long = "label", value_name = "KEY=VALUE", value_parser = value::label)]
     pub labels: Vec<(String, String)>,
-    /// A directory of this machine, HOSTDIR:/GUESTDIR[:ro], with your rights; may be given several times
+    /// A directory of this machine, with your rights, read-only with `:ro` behind it; may be given several times
     #[arg(short = 'v', long = "volume", value_name = "HOSTDIR:GUESTDIR[:ro]", value_parser = value::host_volume)]
     volumes: Vec<HostVolume>,
     /// The Workspace at /workspace, by id or name (`:ro` behind it: read-only), `own` or `none`
