@@ -73,7 +73,8 @@ pub fn stdout(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
     vec![row]
 }
 
-fn drained(mut stream: UnixStream, bytes: usize) {
+/// Reads so many bytes.
+pub fn drained(mut stream: UnixStream, bytes: usize) {
     let mut buffer = vec![0u8; 1 << 18];
     let mut left = bytes;
     while left > 0 {

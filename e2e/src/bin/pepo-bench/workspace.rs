@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use pepo_e2e::durable;
 use pepo_e2e::{Instance, Options, until};
 
+use crate::exec::drained;
 use crate::room::Room;
 use crate::table::{Goal, MIB, Row, median, rate};
 
@@ -103,16 +104,6 @@ fn bulk(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
         goal: Goal::AtLeast { reference: median(reference), ratio: 0.7 },
     };
     vec![row("write and fsync", up, raw_up), row("read", down, raw_down)]
-}
-
-fn drained(mut stream: UnixStream, bytes: usize) {
-    let mut buffer = vec![0u8; 1 << 18];
-    let mut left = bytes;
-    while left > 0 {
-        let n = stream.read(&mut buffer).expect("read");
-        assert!(n > 0, "{left} bytes did not come");
-        left -= n;
-    }
 }
 
 fn filled(mut stream: UnixStream, bytes: usize) {
