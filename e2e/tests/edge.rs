@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use pepo_api::client::Client;
 use pepo_api::query::{ListSessions, ShowCommand};
-use pepo_api::{CreateCommand, ErrorCode, StreamEvent, Text};
+use pepo_api::{CreateCommand, CreateKey, ErrorCode, StreamEvent, Text};
 use pepo_e2e::{Instance, bare, until};
 use rustix::process::{Pid, Signal, kill_process};
 
@@ -51,6 +51,13 @@ async fn the_printed_key_opens_sessions_and_nothing_of_the_operators() {
         nobody.session_list(&ListSessions::default()).await.expect_err("refused").code(),
         Some(ErrorCode::Unauthenticated)
     );
+
+    // A key opens as soon as its maker has it, whoever was asked.
+    for maker in [&instance.client(), &client].into_iter().cycle().take(6) {
+        let made = maker.key_create(&CreateKey::default()).await.expect("key");
+        let new = Client::http(&url, Some(&made.key)).expect("client");
+        new.session_list(&ListSessions::default()).await.expect("it opens");
+    }
 
     // `cp` and attachments go the same way.
     let input = instance.pepo(["exec", &session, "--", "cat"]).env("PEPO_URL", &url).env("PEPO_API_KEY", &key);

@@ -155,6 +155,7 @@ fn range(param: &str, text: &str) -> Result<String, Problem> {
     Ok(format!("{address}/{bits}"))
 }
 
+/// When this is answered the key opens what it is for, and one that it replaces at once opens nothing.
 async fn made(pepod: &Pepod, call: Call, key: NewKey, text: String, kind: &'static str) -> Result<Response, Problem> {
     let row = key.row().clone();
     pepod.store().write(Write::NewKey(Box::new(key))).await.map_err(|error| match error {
@@ -166,6 +167,7 @@ async fn made(pepod: &Pepod, call: Call, key: NewKey, text: String, kind: &'stat
     })?;
     let event = Event::new(kind).app(row.app).actor(call.actor()).detail("key", row.id).detail("scopes", &row.scopes);
     pepod.store().record(event);
+    settled(pepod).await;
     let place = HeaderValue::try_from(format!("/v1/keys/{}", row.id)).ok();
     let shown = Shown { key: text, about: shown(row) };
     let mut response = (StatusCode::CREATED, axum::Json(shown)).into_response();
@@ -314,11 +316,7 @@ async fn rotate(
         created_by: call.actor(),
     };
     let (key, text) = generate(spec)?;
-    let response = made(&pepod, call, key.replacing(old.id, until), text, "key.rotated").await?;
-    if overlap == 0 {
-        settled(&pepod).await;
-    }
-    Ok(response)
+    made(&pepod, call, key.replacing(old.id, until), text, "key.rotated").await
 }
 
 /// When this is answered the key lets nobody in.
