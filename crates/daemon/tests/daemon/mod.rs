@@ -212,7 +212,7 @@ impl Daemon {
     }
 
     fn must_be_clean(&self) {
-        assert!(self.jails().is_empty(), "jails are left: {:?}", self.jails());
+        assert!(self.jails().is_empty(), "jails are left: {:?}\n{}", self.jails(), self.log());
         let home = self.home.path().as_os_str().as_encoded_bytes().to_vec();
         let ours = || {
             let processes = std::fs::read_dir("/proc").expect("/proc").flatten();

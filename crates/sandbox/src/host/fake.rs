@@ -17,7 +17,7 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant, SystemTime};
 
 use super::Refusal;
-use super::work::{Work, failed};
+use super::work::{Made, Work, failed};
 use crate::boot::Step;
 use crate::id::{SandboxId, file};
 use crate::keeper::{ExitRecord, Left};
@@ -61,7 +61,7 @@ impl Work {
     }
 
     /// Starts the agent. A thread waits for its end and writes it down, as a keeper would.
-    pub fn start_fake(&self, id: SandboxId) -> Result<OwnedFd, Refusal> {
+    pub fn start_fake(&self, id: SandboxId, made: &mut Made) -> Result<OwnedFd, Refusal> {
         let directory = self.place.directory(id);
         let log = fs::File::create(directory.join("log")).map_err(|error| failed("make a log", error))?;
         let mut child = Command::new(agent())
@@ -75,7 +75,7 @@ impl Work {
             .map_err(|error| failed("start the agent", error))?;
         let keeper = self.record(id, child.id())?;
         let keep = directory.join(file::KEEP);
-        std::thread::spawn(move || {
+        made.recorder = Some(std::thread::spawn(move || {
             let status = child.wait().ok();
             let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
             let record = ExitRecord {
@@ -92,7 +92,7 @@ impl Work {
                 let new = keep.join("exit.json.new");
                 let _ = fs::write(&new, text).and_then(|()| fs::rename(&new, keep.join(file::EXIT)));
             }
-        });
+        }));
         Ok(keeper)
     }
 
@@ -105,8 +105,9 @@ impl Work {
         self.place.directory(id).join("log").exists()
     }
 
-    /// Ends the agent and all that it has started, which no namespace does here.
-    pub fn end_fake(&self, id: SandboxId) {
+    /// Ends the agent and all that it has started, which no namespace does here, and returns when nobody writes to its
+    /// directory any more.
+    pub fn end_fake(&self, id: SandboxId, made: &mut Made) {
         let recorded = self.place.read::<crate::held::KeeperRecord>(id, file::KEEPER);
         let unrecorded = || listening_at(&self.place.directory(id).join(SOCKET));
         let found = recorded.map(|record| (record.pid, record.start)).ok().or_else(unrecorded);
@@ -120,9 +121,16 @@ impl Work {
                     proc::wait(pidfd.as_fd(), Duration::from_secs(1));
                 }
             }
-            if family.is_empty() || Instant::now() > deadline || proc::start_time(pid) != Some(start) {
+            if family.is_empty() || proc::start_time(pid) != Some(start) {
+                break;
+            }
+            if Instant::now() > deadline {
                 return;
             }
+        }
+        // The agent is reaped by whoever writes down how it ended; a panic there is in its log.
+        if let Some(recorder) = made.recorder.take() {
+            let _ = recorder.join();
         }
     }
 }

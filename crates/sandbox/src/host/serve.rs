@@ -361,7 +361,7 @@ impl Serve {
                 .may(crate::boot::Step::Release)
                 .map_err(|fault| Refusal::Owed { id, left: vec![fault.to_string()] })?;
             if self.work.is_fake(id) {
-                self.work.end_fake(id);
+                self.work.end_fake(id, &mut made);
             }
         }
         let shared = self.work.shared(id);

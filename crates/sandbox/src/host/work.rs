@@ -103,6 +103,9 @@ pub(super) struct Made {
     pub(super) servers: Vec<OwnedFd>,
     #[cfg(feature = "fake")]
     fake: bool,
+    /// Waits for the agent's end and writes it down.
+    #[cfg(feature = "fake")]
+    pub(super) recorder: Option<std::thread::JoinHandle<()>>,
 }
 
 #[derive(Debug)]
@@ -263,7 +266,7 @@ impl Work {
         {
             self.may(Step::Start)?;
             if made.fake {
-                return self.start_fake(id);
+                return self.start_fake(id, made);
             }
         }
         let Some(prepared) = made.prepared.take() else {
