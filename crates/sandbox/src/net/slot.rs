@@ -329,9 +329,9 @@ pub(super) fn probe() -> Result<(), Error> {
 
 /// The largest packet that every way out of the host carries.
 fn uplink_mtu(host: &mut Route) -> io::Result<u32> {
+    // One by one: each Sandbox has a link here too. One that has gone since carries nothing.
     let uplinks = host.uplinks()?;
-    let links = host.links()?;
-    let least = links.iter().filter(|link| uplinks.contains(&link.index)).map(|link| link.mtu).min();
+    let least = uplinks.into_iter().filter_map(|index| host.link_of(index).ok()).map(|link| link.mtu).min();
     Ok(least.unwrap_or(ETHERNET).clamp(*MTU.start(), *MTU.end()))
 }
 

@@ -67,10 +67,12 @@ impl Route {
         answer.into_iter().find_map(Link::from_message).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
-    /// Every link of the namespace.
-    pub fn links(&mut self) -> io::Result<Vec<Link>> {
-        let answer = self.0.dump(RouteNetlinkMessage::GetLink(LinkMessage::default()), NLM_F_DUMP)?;
-        Ok(answer.into_iter().filter_map(Link::from_message).collect())
+    /// The same of the link that has that number.
+    pub fn link_of(&mut self, index: u32) -> io::Result<Link> {
+        let mut message = LinkMessage::default();
+        message.header.index = index;
+        let answer = self.0.dump(RouteNetlinkMessage::GetLink(message), 0)?;
+        answer.into_iter().find_map(Link::from_message).ok_or_else(|| io::ErrorKind::NotFound.into())
     }
 
     /// Changes what `attributes` say.
