@@ -35,6 +35,8 @@ pub const TAP: &str = "tap";
 pub const UPLINK: &str = "up";
 /// The table in the namespace.
 pub const TABLE: &str = "pepo";
+/// The set of connections counted by Sandbox in the table of the host's namespace.
+pub const TRACKED: &str = "tracked";
 /// Where namespaces are pinned, as `ip netns` expects them.
 pub const NAMESPACES: &str = "/run/netns";
 

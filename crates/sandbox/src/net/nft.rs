@@ -14,7 +14,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use super::address::{self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, TABLE, TAP, UPLINK};
+use super::address::{self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, TABLE, TAP, TRACKED, UPLINK};
 use super::policy::{Floor, Protocol, RELAYED_BITS};
 use super::{Limits, RELAY_PORT};
 use crate::id::{Tag, UidBlock};
@@ -80,6 +80,10 @@ pub(crate) fn run(arguments: &[&str], input: &str) -> io::Result<String> {
 }
 
 /// The wall in a Sandbox's namespace. `slot` is its address between the walls, `relay` the uid of its relay.
+///
+/// The kernel makes room for as many openings as a map may have at once, and looks through all of that room every second for
+/// those whose time is over: with three maps of 16,384 in each, the two hundredth wall took 21 ms to load where the first took
+/// 13 (6.18).
 pub fn inside(slot: Ipv4Addr, relay: u32, limits: &Limits, floor: &Floor) -> String {
     let Limits {
         connections, flows_per_second: flows, packets_per_second: packets, questions_per_second: asks, ..
@@ -119,9 +123,9 @@ table inet {TABLE} {{
 	map ranges {{ type ipv4_addr : mark; flags interval; }}
 	map services {{ type mark . inet_proto . inet_service : mark; flags interval; }}
 	map pings {{ type mark : mark; }}
-	map opened {{ type ipv4_addr . inet_proto . inet_service : mark; flags timeout; size 16384; }}
-	map opened_pings {{ type ipv4_addr : mark; flags timeout; size 16384; }}
-	map relayed {{ type ipv4_addr . inet_service : mark; flags timeout; size 16384; }}
+	map opened {{ type ipv4_addr . inet_proto . inet_service : mark; flags timeout; size 4096; }}
+	map opened_pings {{ type ipv4_addr : mark; flags timeout; size 1024; }}
+	map relayed {{ type ipv4_addr . inet_service : mark; flags timeout; size 4096; }}
 	chain first {{
 		type filter hook prerouting priority mangle; policy accept;
 		iifname "{TAP}" ct state new ct mark 0 jump fresh
@@ -239,7 +243,7 @@ pub fn outside(tag: Tag, block: UidBlock, limits: &Limits, floor: &Floor) -> Str
 delete table inet {table}
 table inet {table} {{
 	set floor {{ type ipv4_addr; flags interval; elements = {{ {floor} }}; }}
-	set tracked {{ type ipv4_addr; flags dynamic; size 16384; }}
+	set {TRACKED} {{ type ipv4_addr; flags dynamic; size 16384; }}
 	chain first {{
 		type filter hook prerouting priority raw; policy accept;
 		iifname "{ours}*" jump from
@@ -262,7 +266,7 @@ table inet {table} {{
 	chain out {{
 		oifname "pp*" drop
 		ip daddr @floor jump closed
-		ct state new ct status & confirmed == 0 add @tracked {{ ip saddr ct count over {connections} }} drop
+		ct state new ct status & confirmed == 0 add @{TRACKED} {{ ip saddr ct count over {connections} }} drop
 	}}
 	chain in {{
 		meta protocol != ip drop

@@ -14,6 +14,7 @@ mod elements;
 mod sysctl;
 mod traffic;
 
+use std::collections::BTreeMap;
 use std::fs;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4};
@@ -25,11 +26,11 @@ use rustix::mount::UnmountFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::address::{
-    self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX, HOST_END, NAMESPACES, TABLE, TAP, UPLINK,
+    self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX, HOST_END, NAMESPACES, TABLE, TAP, TRACKED, UPLINK,
 };
 use super::netlink::connections::Connections;
 use super::netlink::route::{End, Route};
-use super::netlink::tables::{Change, Element, Tables};
+use super::netlink::tables::{self, Change, Element, Tables};
 use super::policy::{Compiled, Floor, Policy};
 use super::{Limits, Opened, Settings, nft};
 use crate::held::Place;
@@ -105,6 +106,8 @@ pub(crate) struct Slot {
     tap: u32,
     uplink: u32,
     policy: Policy,
+    /// Bytes a second to the outside and to the guest, where they are known: a change stops the link for a moment.
+    rates: Option<[Option<u64>; 2]>,
     resolver: [OwnedFd; 2],
 }
 
@@ -120,7 +123,7 @@ struct Inside {
 impl From<Inside> for Slot {
     fn from(inside: Inside) -> Self {
         let Inside { tables, route, tap, uplink, resolver } = inside;
-        Slot { tables, route, tap, uplink, policy: Policy::default(), resolver }
+        Slot { tables, route, tap, uplink, policy: Policy::default(), rates: None, resolver }
     }
 }
 
@@ -142,6 +145,7 @@ impl Slot {
         let here = own_namespace().map_err(tried("open the host's namespace"))?;
         // What an earlier Sandbox of the slot may have left would be counted as this one's.
         forget(between);
+        uncount(place.tag, between);
         let pin = Pin::new(names).map_err(tried("make a place for the namespace"))?;
         let relay_uid = place.block.uids(slot).relay;
         let text = nft::inside(between, relay_uid, &settings.limits, &settings.floor);
@@ -196,8 +200,9 @@ impl Slot {
             host.host_route(link, between)
         })();
         done.map_err(outside)?;
-        let mut slot = Slot::from(inside);
-        slot.rates(&settings.limits, &Policy::default())?;
+        // A new link has none.
+        let mut slot = Slot { rates: Some([None, None]), ..Slot::from(inside) };
+        slot.limit(&settings.limits, &Policy::default())?;
         Ok((slot, tap))
     }
 
@@ -220,16 +225,23 @@ impl Slot {
         policy.check(&settings.floor)?;
         let changes = changes(&Compiled::new(&policy, &settings.floor));
         self.tables.change(TABLE, &changes).map_err(tried("change the rules"))?;
-        self.rates(&settings.limits, &policy)?;
+        self.limit(&settings.limits, &policy)?;
         self.policy = policy;
         Ok(())
     }
 
-    fn rates(&mut self, limits: &Limits, policy: &Policy) -> Result<(), Error> {
+    fn limit(&mut self, limits: &Limits, policy: &Policy) -> Result<(), Error> {
         let egress = policy.egress_bytes_per_second.or(limits.egress_bytes_per_second);
         let ingress = policy.ingress_bytes_per_second.or(limits.ingress_bytes_per_second);
+        let rates = Some([egress, ingress]);
+        if self.rates == rates {
+            return Ok(());
+        }
+        self.rates = None;
         self.route.limit(self.uplink, egress).map_err(tried("limit what leaves"))?;
-        self.route.limit(self.tap, ingress).map_err(tried("limit what comes"))
+        self.route.limit(self.tap, ingress).map_err(tried("limit what comes"))?;
+        self.rates = rates;
+        Ok(())
     }
 
     /// The largest packet on the way to the guest.
@@ -237,25 +249,44 @@ impl Slot {
         Ok(self.route.link(TAP).map_err(tried("look at the tap"))?.mtu)
     }
 
-    /// Opens addresses that the resolver found.
+    /// Opens addresses that the resolver found, all of them at one moment.
     pub fn admit(&mut self, opened: &[Opened], floor: &Floor) -> Result<(), Error> {
+        let mut elements: BTreeMap<&'static str, Vec<Element>> = BTreeMap::new();
         for one in opened {
             let refused = |reason| Error::Opening { address: one.address, reason };
             let rule = self.policy.rule(one.rule).ok_or_else(|| refused("its rule is not in force"))?;
             for (set, element) in elements_of(rule, one, floor).ok_or_else(|| refused("it is on the floor"))? {
-                self.renew(set, element).map_err(tried("open an address"))?;
+                let there = elements.entry(set).or_default();
+                if !there.iter().any(|known| known.key == element.key) {
+                    there.push(element);
+                }
             }
+        }
+        self.renew(elements).map_err(tried("open an address"))
+    }
+
+    /// Adds elements, or begins their time anew.
+    fn renew(&mut self, elements: BTreeMap<&'static str, Vec<Element>>) -> io::Result<()> {
+        // A transaction that fails, or takes something away, costs the wait for every reader of the tables there is.
+        let change = if tables::lengthens() { Change::Renew } else { Change::Add };
+        let all: Vec<_> = elements.iter().map(|(set, elements)| change(set, elements.clone())).collect();
+        match self.tables.change(TABLE, &all) {
+            Err(error) if is_there(&error) => {}
+            done => return done,
+        }
+        for (set, elements) in elements {
+            elements.into_iter().try_for_each(|element| self.renew_one(set, element))?;
         }
         Ok(())
     }
 
-    /// Adds an element, or begins its time anew. Kernels before 6.13 do not lengthen the time of one that is there.
-    fn renew(&mut self, set: &'static str, element: Element) -> io::Result<()> {
+    /// The same of one that is there, perhaps for another rule, on every kernel.
+    fn renew_one(&mut self, set: &'static str, element: Element) -> io::Result<()> {
         const TRIES: u32 = 4;
         let gone = Element { value: None, timeout_ms: None, ..element.clone() };
         for _ in 0..TRIES {
             match self.tables.change(TABLE, &[Change::Add(set, vec![element.clone()])]) {
-                Err(error) if matches!(error.raw_os_error(), Some(libc::EEXIST | libc::EBUSY)) => {}
+                Err(error) if is_there(&error) => {}
                 done => return done,
             }
             let anew = [Change::Remove(set, vec![gone.clone()]), Change::Add(set, vec![element.clone()])];
@@ -277,6 +308,11 @@ impl Slot {
     pub fn resolver(&self) -> io::Result<[OwnedFd; 2]> {
         Ok([self.resolver[0].try_clone()?, self.resolver[1].try_clone()?])
     }
+}
+
+/// Whether an element could not be added because its key is in use.
+fn is_there(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EEXIST | libc::EBUSY))
 }
 
 /// Opens what is used from outside, in the calling thread's namespace.
@@ -448,6 +484,16 @@ fn forget(between: Ipv4Addr) {
         Ok(count) => tracing::debug!(%between, count, "connections of a Sandbox that ended are forgotten"),
         // The kernel forgets them itself, later.
         Err(error) => tracing::debug!(%between, %error, "connections of a Sandbox that ended stay in the host's table"),
+    }
+}
+
+/// Begins the host's count of a slot's connections anew. The kernel takes those that are over out of it eight at a time
+/// (`CONNCOUNT_GC_MAX_NODES`), so that the next Sandbox would be refused its first ones.
+fn uncount(tag: crate::id::Tag, between: Ipv4Addr) {
+    let removed =
+        Tables::open().and_then(|mut host| host.remove_element(&address::host_table(tag), TRACKED, &between.octets()));
+    if let Err(error) = removed {
+        tracing::warn!(%between, %error, "connections of a Sandbox that ended may count as those of the next one");
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::sync::LazyLock;
 
 use netlink_packet_core::{DefaultNla, NLM_F_ACK, NLM_F_CREATE, NLM_F_DUMP, NLM_F_EXCL, NLM_F_REQUEST, NetlinkMessage};
 use netlink_packet_core::{NetlinkPayload, NlaBuffer, NlasIterator};
@@ -51,8 +52,22 @@ pub(crate) enum Change {
     Empty(&'static str),
     /// Adds elements, of which none may be there.
     Add(&'static str, Vec<Element>),
+    /// Adds elements, or begins the time of those that are there anew where the kernel [`lengthens`] it.
+    Renew(&'static str, Vec<Element>),
     /// Removes elements, which must be there.
     Remove(&'static str, Vec<Element>),
+}
+
+/// Whether the kernel begins an element's time anew when it is added again. Those before 6.12 (the commit "set element
+/// timeout update support") leave it as it was, and say nothing.
+pub(crate) fn lengthens() -> bool {
+    static LENGTHENS: LazyLock<bool> = LazyLock::new(|| {
+        let name = rustix::system::uname();
+        let release = name.release().to_string_lossy();
+        let mut numbers = release.split(['.', '-']).map_while(|part| part.parse::<u32>().ok());
+        (numbers.next(), numbers.next()) >= (Some(6), Some(12))
+    });
+    *LENGTHENS
 }
 
 impl Tables {
@@ -99,16 +114,33 @@ impl Tables {
         }
     }
 
+    /// Removes an element where it is; whether it was there. One that is not there costs no transaction.
+    pub fn remove_element(&mut self, table: &str, set: &'static str, key: &[u8]) -> io::Result<bool> {
+        let element = Element { key: key.to_vec(), ..Element::default() };
+        let asked = list(table, set, Some(std::slice::from_ref(&element)));
+        // What the answer says of it, which not all of it can be read here, does not matter.
+        match self.0.dump(inet(NfTablesMessage::GetSetElement(asked)), 0) {
+            Err(error) if super::route::is_absent(&error) => return Ok(false),
+            Err(error) if error.raw_os_error().is_some() => return Err(error),
+            _ => {}
+        }
+        match self.change(table, &[Change::Remove(set, vec![element])]) {
+            Err(error) if super::route::is_absent(&error) => Ok(false),
+            done => done.map(|()| true),
+        }
+    }
+
     /// Makes all changes at one moment, or none of them.
     pub fn change(&mut self, table: &str, changes: &[Change]) -> io::Result<()> {
         let mut messages = Vec::new();
         for change in changes {
             match change {
                 Change::Empty(set) => messages.push((NfTablesMessage::DeleteSetElement(list(table, set, None)), 0)),
-                Change::Add(set, elements) => {
+                Change::Add(set, elements) | Change::Renew(set, elements) => {
+                    let alone = if matches!(change, Change::Add(..)) { NLM_F_EXCL } else { 0 };
                     for some in elements.chunks(ELEMENTS) {
                         let message = NfTablesMessage::NewSetElement(list(table, set, Some(some)));
-                        messages.push((message, NLM_F_CREATE | NLM_F_EXCL));
+                        messages.push((message, NLM_F_CREATE | alone));
                     }
                 }
                 Change::Remove(set, elements) => {
