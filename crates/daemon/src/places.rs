@@ -64,7 +64,7 @@ pub fn prepare(places: &Places, pepo: Account) -> Result<Instance, Error> {
         }
         fs::set_permissions(path, fs::Permissions::from_mode(*mode)).map_err(step("open", path))?;
     }
-    for (name, mode) in [("store", 0o700), ("images", 0o755), ("initramfs", 0o755)] {
+    for (name, mode) in [("store", 0o700), ("images", 0o700), ("initramfs", 0o700)] {
         let path = places.state.join(name);
         fs::create_dir_all(&path).map_err(step("make", &path))?;
         if root {
