@@ -591,3 +591,36 @@ async fn a_thousand_idle_sessions_cost_next_to_nothing() {
     assert!(used < 0.1, "{:.2} % of a core", used * 100.0);
     daemon.end().await;
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_end_that_was_seen_to_begin_is_gone_on_with() {
+    let mut daemon = Daemon::start(Options::default());
+    let client = daemon.client();
+    for (end, state) in [("release", SessionState::Idle), ("terminate", SessionState::Terminated)].repeat(4) {
+        let session = create(&client, json!({"reactivate": true})).await;
+        // It takes its time.
+        let stubborn = CreateCommand {
+            command: Some("trap '' TERM; while :; do sleep 1; done".into()),
+            wait_seconds: Some(0),
+            on_disconnect: Some(pepo_api::OnDisconnect::Keep),
+            ..Default::default()
+        };
+        client.command_create(&session, &stubborn).await.expect("command");
+        reached(&client, &session, SessionState::Active).await;
+        let (asking, name) = (client.clone(), session.clone());
+        let asked = tokio::spawn(async move {
+            // Its answer dies with the daemon.
+            match end {
+                "release" => drop(asking.session_release(&name).await),
+                _ => drop(asking.session_terminate(&name).await),
+            }
+        });
+        within(60, async { while show(&client, &session).await.state == SessionState::Active {} }).await;
+        daemon.kill();
+        asked.await.expect("task");
+        daemon.restart();
+        let gone = async { while show(&client, &session).await.state != state {} };
+        tokio::time::timeout(Duration::from_secs(60), gone).await.unwrap_or_else(|_| panic!("{end}: it goes on"));
+    }
+    daemon.end().await;
+}

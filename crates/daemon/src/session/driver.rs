@@ -1,6 +1,6 @@
 //! The one task that owns a Session's Sandbox: it turns what happens into events, asks `state.rs` what follows, and does it.
 //!
-//! Hands every change to the store before it is published, and waits for the disk where an end is told.
+//! Hands every change to the store before it is published, and waits for the disk where an end begins or is told.
 //! Decides by this priority, when several things are there at once:
 //!
 //! ```text

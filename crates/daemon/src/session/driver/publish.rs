@@ -15,7 +15,7 @@ const COARSE: i64 = 2_000;
 /// When a change has to be on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Disk {
-    /// Before whatever is written after it; an end at once.
+    /// Before whatever is written after it; an end, and its beginning, at once.
     InTime,
     /// At once.
     First,
@@ -65,7 +65,9 @@ impl Driver {
             ..self.session.row()
         };
         let write = Write::Session(Box::new(row));
-        if disk == Disk::InTime && next.ended.is_none() && !matches!(next.state, State::Idle(_)) {
+        // An end that has begun goes on in the next life, once somebody has seen it or the guest has felt it.
+        let ends = matches!(next.state, State::Releasing(..) | State::Terminating(..) | State::Idle(_));
+        if disk == Disk::InTime && next.ended.is_none() && !ends {
             // Writes stay in order: what must be on the disk before it acts (a Sandbox's row, its claim) waits for this too.
             self.sessions.0.store.write_later(write).await;
         } else if let Err(error) = self.sessions.0.store.write(write).await {
