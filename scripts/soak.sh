@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # `make soak [BOOTS=200]`: many boots in a row without a hang, then what takes too long for `make test`.
-# `soak.sh PART…`: some parts of pepo-soak alone (boots, deaths, keep, crowds, upgrade, browser).
+# `soak.sh PART…`: some parts of pepo-soak alone (boots, deaths, keep, crowds, upgrade, browser, page).
 source "$(dirname "$0")/say.sh"
 
-"$top/scripts/prepare.sh" test
+"$top/scripts/prepare.sh" soak
 # Its crates are other ones than ours to cargo, for their path; what they depend on is built once.
 previous=
 if git rev-parse --quiet --verify HEAD~1 >/dev/null 2>&1; then

@@ -14,6 +14,7 @@ mod instance;
 pub mod line;
 pub mod names;
 pub mod neighbours;
+pub mod page;
 mod program;
 pub mod strike;
 pub mod upgrade;

@@ -119,9 +119,8 @@ async fn the_edges_uid_has_no_verb_of_the_operators_and_no_other_apps_things() {
     assert!(places.iter().any(|place| place.ends_with("secret.key")), "{places:?}");
     assert!(places.iter().any(|place| place.ends_with("pepo.db")), "{places:?}");
     // The foreign programs that VMMs run are the host's own, which anybody may read; the rest of this is names.
-    places.retain(|place| {
-        !place.ends_with("instance.json") && !place.components().any(|part| part.as_os_str() == "vmm")
-    });
+    places
+        .retain(|place| !place.ends_with("instance.json") && !place.components().any(|part| part.as_os_str() == "vmm"));
     let readable = readable_by("pepo-edge", places);
     assert!(readable.is_empty(), "{readable:?}");
     for device in ["/dev/kvm", "/dev/vhost-vsock", "/dev/net/tun", "/dev/loop-control"] {

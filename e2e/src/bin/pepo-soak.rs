@@ -1,8 +1,8 @@
 //! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; every process dead at
 //! every moment of a Sandbox's life; Workspaces under kills and loads; crowds of connections and floods; an upgrade from the
-//! previous commit's programs; a browser.
+//! previous commit's programs; a browser in a Session, and one outside whose page runs a command in one.
 //!
-//! `pepo-soak [boots|deaths|keep|crowds|upgrade|browser]…`: those alone.
+//! `pepo-soak [boots|deaths|keep|crowds|upgrade|browser|page]…`: those alone.
 
 #![allow(clippy::panic, clippy::expect_used, reason = "a soak fails by panicking")]
 #![allow(clippy::print_stdout, reason = "its report is its purpose")]
@@ -12,18 +12,19 @@ use std::time::Duration;
 
 use pepo_e2e::crowd::{FLOODS, Two};
 use pepo_e2e::strike::{Moment, Ring, Victim};
-use pepo_e2e::{Instance, Options, durable, upgrade};
+use pepo_e2e::{Instance, Options, durable, page, upgrade};
 
 /// What is counted as a hang: a boot takes about two seconds.
 const HANG: Duration = Duration::from_secs(120);
 
-const PARTS: [(&str, fn()); 6] = [
+const PARTS: [(&str, fn()); 7] = [
     ("boots", boots),
     ("deaths", deaths),
     ("keep", keep),
     ("crowds", crowds),
     ("upgrade", upgrades),
     ("browser", browse),
+    ("page", page),
 ];
 
 fn main() {
@@ -36,6 +37,12 @@ fn main() {
             part();
         }
     }
+}
+
+/// A browser on this machine, with a page that runs a command through the edge.
+fn page() {
+    now(page::runs_a_command());
+    println!("      a page in chromium ran a command over a WebSocket by a Session token");
 }
 
 fn boots() {

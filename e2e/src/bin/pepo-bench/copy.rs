@@ -33,7 +33,8 @@ pub fn copy(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
             ours_in.push(amount / ran.took.as_secs_f64());
 
             let began = Instant::now();
-            let mut stream = guest.raw("mkdir -p raw && tar -xf - -C raw && echo done");
+            // With whole records: one that is left unread would reset the stream.
+            let mut stream = guest.raw("mkdir -p raw && tar -xBf - -C raw && echo done");
             let mut tar = Command::new("tar")
                 .args(["-cf", "-", "-C"])
                 .arg(at(name))

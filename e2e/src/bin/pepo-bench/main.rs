@@ -6,6 +6,7 @@
 
 mod boot;
 mod copy;
+mod edge;
 mod exec;
 mod life;
 mod many;
@@ -34,6 +35,7 @@ const GROUPS: &[(&str, Measure)] = &[
     ("exec", Measure::Room(exec::exec)),
     ("stdout", Measure::Room(exec::stdout)),
     ("cp", Measure::Room(copy::copy)),
+    ("edge", Measure::Alone(edge::edge)),
     ("warm", Measure::Alone(life::warm)),
     ("back", Measure::Alone(life::back)),
     ("many", Measure::Alone(many::many)),
@@ -45,6 +47,10 @@ const GROUPS: &[(&str, Measure)] = &[
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.
 fn main() -> ExitCode {
     let only: Vec<String> = std::env::args().skip(1).collect();
+    if let [edge::BARE, body] = only.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        edge::bare_handler(body.to_owned());
+        return ExitCode::SUCCESS;
+    }
     for name in &only {
         let known: Vec<&str> = GROUPS.iter().map(|(name, _)| *name).collect();
         assert!(known.contains(&name.as_str()), "{name}: the groups of figures are {}", known.join(", "));

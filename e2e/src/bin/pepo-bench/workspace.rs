@@ -81,7 +81,8 @@ fn bulk(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
         instance.pepo(["exec", session, "--", "bash", "-c", &line]).within(Duration::from_secs(600)).ok().out()
     };
     let seconds = |line: &str| -> f64 {
-        let timed = format!("TIMEFORMAT=%R; time ({line}) >/dev/null 2>/dev/null");
+        // What is timed is quiet inside the group: redirected as a whole it would take the time with it.
+        let timed = format!("TIMEFORMAT=%R; time {{ ({line}) >/dev/null 2>/dev/null; }}");
         sh(format!("{{ {timed}; }} 2>&1")).trim().parse().expect("seconds")
     };
     let (mut up, mut down, mut raw_up, mut raw_down) = (vec![], vec![], vec![], vec![]);
