@@ -157,7 +157,8 @@ impl ByHand {
             assert!(began.elapsed() < Duration::from_secs(120), "the guest by hand never answered");
             std::thread::sleep(Duration::from_millis(2));
         }
-        connect(&path("v.sock"), AGENT_PORT).expect("the agent's stream");
+        // The device gives a call up now and then.
+        until("the agent's stream", Duration::from_secs(60), || connect(&path("v.sock"), AGENT_PORT));
         let answered = Instant::now();
         drop((vmm, device));
         answered - began
