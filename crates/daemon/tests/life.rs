@@ -593,10 +593,10 @@ async fn a_thousand_idle_sessions_cost_next_to_nothing() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn an_end_that_was_seen_to_begin_is_gone_on_with() {
+async fn an_end_is_on_the_disk_before_it_is_seen_to_begin_and_is_gone_on_with() {
     let mut daemon = Daemon::start(Options::default());
     let client = daemon.client();
-    for (end, state) in [("release", SessionState::Idle), ("terminate", SessionState::Terminated)].repeat(4) {
+    for (end, state) in [("release", SessionState::Idle), ("terminate", SessionState::Terminated)] {
         let session = create(&client, json!({"reactivate": true})).await;
         // It takes its time.
         let stubborn = CreateCommand {
@@ -607,6 +607,10 @@ async fn an_end_that_was_seen_to_begin_is_gone_on_with() {
         };
         client.command_create(&session, &stubborn).await.expect("command");
         reached(&client, &session, SessionState::Active).await;
+        // Somebody else writes: nothing of ours gets to the disk meanwhile. It is waited for up to five seconds.
+        let writer = rusqlite::Connection::open(daemon.home().join("state/store/pepo.db")).expect("store");
+        writer.busy_timeout(Duration::from_secs(30)).expect("timeout");
+        writer.execute_batch("BEGIN IMMEDIATE").expect("the disk is ours");
         let (asking, name) = (client.clone(), session.clone());
         let asked = tokio::spawn(async move {
             // Its answer dies with the daemon.
@@ -615,11 +619,25 @@ async fn an_end_that_was_seen_to_begin_is_gone_on_with() {
                 _ => drop(asking.session_terminate(&name).await),
             }
         });
-        within(60, async { while show(&client, &session).await.state == SessionState::Active {} }).await;
+        for _ in 0..20 {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            assert_eq!(show(&client, &session).await.state, SessionState::Active, "{end}: seen and not on the disk");
+        }
+        writer.execute_batch("ROLLBACK").expect("the disk is theirs");
+        let begins = async {
+            while show(&client, &session).await.state == SessionState::Active {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        };
+        within(60, begins).await;
         daemon.kill();
         asked.await.expect("task");
         daemon.restart();
-        let gone = async { while show(&client, &session).await.state != state {} };
+        let gone = async {
+            while show(&client, &session).await.state != state {
+                tokio::time::sleep(Duration::from_millis(20)).await;
+            }
+        };
         tokio::time::timeout(Duration::from_secs(60), gone).await.unwrap_or_else(|_| panic!("{end}: it goes on"));
     }
     daemon.end().await;

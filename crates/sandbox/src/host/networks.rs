@@ -42,7 +42,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 fn refused(error: Error) -> Refusal {
     match error {
         Error::NoNft => Refusal::Missing { what: "nft".to_owned(), hint: "install the package nftables".to_owned() },
-        Error::Policy(_) | Error::Opening { .. } | Error::Full { .. } => Refusal::Invalid { reason: error.to_string() },
+        Error::Policy(_) | Error::Opening { .. } | Error::Full { .. } | Error::Crowded => {
+            Refusal::Invalid { reason: error.to_string() }
+        }
         Error::Step { .. } => Refusal::Step { step: "network".to_owned(), reason: chain(&error) },
     }
 }

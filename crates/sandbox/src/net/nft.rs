@@ -26,6 +26,9 @@ const PROGRAMS: [&str; 5] = ["/usr/sbin/nft", "/sbin/nft", "/usr/bin/nft", "/bin
 /// How long loading a text may take: 20 ms where nothing else runs.
 const LOADED_WITHIN: Duration = Duration::from_secs(20);
 
+/// Pairs of address and port that names may have open in one Sandbox at once, through its relay and as many past it.
+pub const OPENINGS: usize = 4096;
+
 /// The longest complaint of `nft` that is kept.
 const COMPLAINT: u64 = 2048;
 
@@ -123,9 +126,9 @@ table inet {TABLE} {{
 	map ranges {{ type ipv4_addr : mark; flags interval; }}
 	map services {{ type mark . inet_proto . inet_service : mark; flags interval; }}
 	map pings {{ type mark : mark; }}
-	map opened {{ type ipv4_addr . inet_proto . inet_service : mark; flags timeout; size 4096; }}
+	map opened {{ type ipv4_addr . inet_proto . inet_service : mark; flags timeout; size {OPENINGS}; }}
 	map opened_pings {{ type ipv4_addr : mark; flags timeout; size 1024; }}
-	map relayed {{ type ipv4_addr . inet_service : mark; flags timeout; size 4096; }}
+	map relayed {{ type ipv4_addr . inet_service : mark; flags timeout; size {OPENINGS}; }}
 	chain first {{
 		type filter hook prerouting priority mangle; policy accept;
 		iifname "{TAP}" ct state new ct mark 0 jump fresh

@@ -29,7 +29,7 @@ use super::address::{
     self, GATEWAY, GATEWAY_MAC, GUEST, GUEST_MAC, GUEST_PREFIX, HOST_END, NAMESPACES, TABLE, TAP, TRACKED, UPLINK,
 };
 use super::netlink::connections::Connections;
-use super::netlink::route::{End, Route};
+use super::netlink::route::{End, Route, is_absent};
 use super::netlink::tables::{self, Change, Element, Tables};
 use super::policy::{Compiled, Floor, Policy};
 use super::{Limits, Opened, Settings, nft};
@@ -75,6 +75,9 @@ pub(crate) enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// Names have opened as much as they may.
+    #[error("names have opened {} pairs of address and port already; their times have to be over first", nft::OPENINGS)]
+    Crowded,
     /// A step failed.
     #[error("{step}")]
     Step {
@@ -262,7 +265,10 @@ impl Slot {
                 }
             }
         }
-        self.renew(elements).map_err(tried("open an address"))
+        self.renew(elements).map_err(|error| match error.raw_os_error() {
+            Some(libc::ENFILE) => Error::Crowded,
+            _ => tried("open an address")(error),
+        })
     }
 
     /// Adds elements, or begins their time anew.
@@ -367,7 +373,14 @@ pub(super) fn probe() -> Result<(), Error> {
 fn uplink_mtu(host: &mut Route) -> io::Result<u32> {
     // One by one: each Sandbox has a link here too. One that has gone since carries nothing.
     let uplinks = host.uplinks()?;
-    let least = uplinks.into_iter().filter_map(|index| host.link_of(index).ok()).map(|link| link.mtu).min();
+    let mut least: Option<u32> = None;
+    for index in uplinks {
+        match host.link_of(index) {
+            Ok(link) => least = Some(least.map_or(link.mtu, |least| least.min(link.mtu))),
+            Err(error) if is_absent(&error) => {}
+            Err(error) => return Err(error),
+        }
+    }
     Ok(least.unwrap_or(ETHERNET).clamp(*MTU.start(), *MTU.end()))
 }
 
@@ -472,7 +485,7 @@ fn veth_of(route: &mut Route, names: Names) -> io::Result<Option<u32>> {
     match route.link(&names.veth()) {
         // One without an alias was made by a life that ended right there.
         Ok(link) => Ok(link.alias.is_none_or(|alias| alias == names.id.to_string()).then_some(link.index)),
-        Err(error) if super::netlink::route::is_absent(&error) || error.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(error) if is_absent(&error) || error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error),
     }
 }

@@ -118,7 +118,7 @@ impl Tables {
     pub fn remove_element(&mut self, table: &str, set: &'static str, key: &[u8]) -> io::Result<bool> {
         let element = Element { key: key.to_vec(), ..Element::default() };
         let asked = list(table, set, Some(std::slice::from_ref(&element)));
-        // What the answer says of it, which not all of it can be read here, does not matter.
+        // That there is an answer is enough: not all that it may say can be read here.
         match self.0.dump(inet(NfTablesMessage::GetSetElement(asked)), 0) {
             Err(error) if super::route::is_absent(&error) => return Ok(false),
             Err(error) if error.raw_os_error().is_some() => return Err(error),

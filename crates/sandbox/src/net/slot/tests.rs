@@ -581,6 +581,42 @@ fn what_lost_permission_stops_with_the_change_and_the_rest_goes_on() {
 }
 
 #[test]
+fn openings_of_names_are_bounded_and_pass_from_rule_to_rule() {
+    in_a_world(215, |world| {
+        let _wall = world.wall();
+        let (_, mut slot, guest) = world.slot(21);
+        let named = |entry| Rule {
+            entry,
+            target: Target::Domain(format!("db{entry}.example.com").parse().expect("name")),
+            protocol: Some(Protocol::Udp),
+            ports: vec![4000],
+            any_protocol: true,
+            public: false,
+        };
+        let (first, second) = (named(0), named(1));
+        let opened = |rule: &Rule, address| Opened { rule: rule.number(), address, ttl_seconds: 600 };
+        let server = world.udp(SERVER, 4000);
+        slot.apply(allow(vec![first.clone()]), &world.settings).expect("allow");
+        slot.admit(&[opened(&first, SERVER)], &world.settings.floor).expect("open");
+        assert!(arrives(&guest, &Packet::udp(SERVER, 4000, 50_010, b"x"), &server));
+        // The address is the other rule's now: that of the first would lead to nothing.
+        slot.apply(allow(vec![second.clone()]), &world.settings).expect("allow");
+        slot.admit(&[opened(&second, OTHER), opened(&second, SERVER)], &world.settings.floor).expect("open");
+        assert!(arrives(&guest, &Packet::udp(SERVER, 4000, 50_011, b"x"), &server));
+        // Until there is no room, which is said.
+        let mut addresses = (0x0900_0000u32..).map(Ipv4Addr::from_bits);
+        let mut fill = || {
+            let some: Vec<_> = addresses.by_ref().take(128).map(|address| opened(&second, address)).collect();
+            slot.admit(&some, &world.settings.floor)
+        };
+        let full = (0..=nft::OPENINGS / 128).find_map(|_| fill().err()).expect("a bound");
+        assert!(matches!(full, Error::Crowded) && full.to_string().contains("4096 pairs"), "{full}");
+        // What is open is lengthened all the same.
+        slot.admit(&[opened(&second, SERVER)], &world.settings.floor).expect("again");
+    });
+}
+
+#[test]
 fn names_open_addresses_for_new_flows_until_their_time_is_over() {
     in_a_world(206, |world| {
         let _wall = world.wall();
