@@ -53,7 +53,7 @@ fn read_all(bytes: &[u8], cut: usize) -> (Vec<Frame>, bool) {
 /// What the host lets through on one stream is in order, whatever the guest sends.
 pub fn guest_stream(bytes: &[u8]) {
     let [operation, cut, said @ ..] = bytes else { return };
-    let request = Request { op: OpId([1; 16]), operation: asked(*operation) };
+    let request = Request { op: OpId([1; 16]), operation: asked(*operation), paced: Some(true) };
     let stream = match operation & 0x80 {
         0 => told(said),
         _ => said.to_vec(),
@@ -89,7 +89,8 @@ impl Seen {
     fn frame(&mut self, operation: &Operation, frame: &Frame) {
         assert!(!self.ended, "{frame:?} after the end");
         let refused = matches!(frame, Frame::End(Outcome::Failed(_)));
-        assert!(self.accepted || refused || *frame == Frame::Accepted, "{frame:?} before accepted");
+        let first = refused || matches!(frame, Frame::Accepted | Frame::Event(Event::Taken { .. }));
+        assert!(self.accepted || first, "{frame:?} before accepted");
         match frame {
             Frame::Request(_) => panic!("a request from the guest"),
             Frame::Accepted => assert!(!std::mem::replace(&mut self.accepted, true), "accepted twice"),
@@ -110,6 +111,7 @@ impl Seen {
                 assert!(*from == self.next && to > from);
                 self.next = *to;
             }
+            Frame::Event(Event::Taken { .. }) => {}
             Frame::Event(_) => self.events += 1,
             Frame::End(outcome) => {
                 self.ended = true;
@@ -161,7 +163,8 @@ fn told(mut said: &[u8]) -> Vec<u8> {
         let offset = if how & 0x40 == 0 { next } else { u64::from(*how) };
         let channel = [Channel::Out, Channel::Err, Channel::Out, Channel::In][usize::from(how % 4)];
         let frame = match what % 16 {
-            0..=2 => Frame::Accepted,
+            0 | 1 => Frame::Accepted,
+            2 => Frame::Event(Event::Taken { bytes: u64::from(*how) }),
             3..=5 => {
                 let bytes = Bytes::from(vec![*how; 1 + usize::from(how % 32)]);
                 next = offset + bytes.len() as u64;
@@ -397,7 +400,7 @@ mod tests {
     #[test]
     fn an_honest_stream_is_let_through_to_its_end() {
         // Else the target would be content with refusing everything.
-        let request = Request { op: OpId([1; 16]), operation: asked(1) };
+        let request = Request { op: OpId([1; 16]), operation: asked(1), paced: None };
         let mut buffer = BytesMut::from(&told(&[0, 0, 9, 0, 3, 0, 3, 1, 8, 0, 6, 0, 6, 1, 13, 0])[..]);
         let mut incoming = Incoming::new(&request);
         let mut let_through = 0;

@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::time::{Duration, Instant};
 
-use pepo_api::CreateSession;
+use pepo_api::{CreateCommand, CreateSession, Text};
 use pepo_e2e::bare;
 use pepo_e2e::strike::{Moment, Ring, Victim};
 
@@ -57,5 +57,32 @@ async fn what_waits_is_claimed_once_and_made_anew_when_it_is_quiet() {
     // One that dies is replaced; a pepod that dies makes them anew.
     ring.strike(Victim::Vmm, Moment::Waiting).await;
     ring.strike(Victim::Pepod, Moment::Waiting).await;
+    ring.end();
+}
+
+/// What a guest says of itself: its names, its own id, its network.
+const WHO: &str = "hostname; cat /etc/hostname; grep -c 127.0.1.1 /etc/hosts; getent hosts $(hostname) | cut -d' ' -f1; \
+    getent hosts localhost | wc -l; cat /etc/machine-id; ip -o -4 address show dev eth0 | wc -l; ip route | wc -l";
+
+#[tokio::test]
+async fn whoever_waited_is_itself_like_one_that_was_made_for_somebody() {
+    let ring = Ring::new(1);
+    let waits = ring.ready(1).await;
+    let mut ids = BTreeSet::new();
+    let mut said = vec![];
+    let other = CreateSession { memory_mib: Some(384), ..bare() };
+    for body in [bare(), other] {
+        let session = ring.create(body).await;
+        let command = CreateCommand { command: Some(WHO.into()), wait_seconds: Some(60), ..Default::default() };
+        let output = ring.client.command_create(&session, &command).await.expect("command");
+        let Text::Utf8(text) = output.stdout else { panic!("no text") };
+        let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
+        assert!(lines.len() == 8 && lines[0] == lines[1] && session.contains(&lines[0]), "{lines:?}");
+        assert!(lines[5].len() == 32 && ids.insert(lines.remove(5)), "no id of its own: {text}");
+        said.push(lines.split_off(2));
+        ring.client.session_terminate(&session).await.expect("terminate");
+    }
+    assert!(!waits.is_empty() && said[0] == said[1], "waited, and made for somebody: {said:?}");
+    assert_eq!(said[0][0], "1", "{said:?}");
     ring.end();
 }

@@ -351,3 +351,55 @@ async fn a_terminated_session_says_so() {
     assert_eq!(error.code(), Some(ErrorCode::NotFound), "{error}");
     up.end().await;
 }
+
+/// Processor time that a process has used, in hundredths of a second.
+fn ticks(pid: i32) -> u64 {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).expect("stat");
+    let fields = stat.rsplit_once(')').expect("a name").1.split_whitespace();
+    fields.skip(11).take(2).map(|field| field.parse::<u64>().expect("ticks")).sum()
+}
+
+#[tokio::test]
+async fn input_that_nobody_reads_waits_without_work() {
+    let up = Up::new().await;
+    let reader = CreateCommand {
+        command: Some("read line; sleep 8; head -c 1048570 | sha256sum".into()),
+        open_stdin: true,
+        wait_seconds: Some(0),
+        ..Default::default()
+    };
+    let command = up.client.command_create(&up.session, &reader).await.expect("command").command.id;
+    let mut attached = up.client.command_attach(&up.session, command, 0);
+    let input = attached.input();
+    let sending = tokio::spawn(async move {
+        assert!(input.send(Input::Bytes("line\n".into())).await);
+        for _ in 0..256 {
+            assert!(input.send(Input::Bytes(vec![b'x'; 4096].into())).await);
+        }
+    });
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    let names = [up.instance.vmm(), "vhost-device-vs"];
+    let pids: Vec<i32> = names.into_iter().flat_map(|name| up.instance.pids(name)).collect();
+    let used = |pids: &[i32]| pids.iter().map(|pid| ticks(*pid)).sum::<u64>();
+    let before = used(&pids);
+    tokio::time::sleep(Duration::from_secs(4)).await;
+    let busy = used(&pids) - before;
+    println!("{busy} hundredths of a second of work in 4 s");
+    assert!(busy < 200, "{busy} hundredths of a second of work in 4 s for input that nobody reads");
+    let mut seen = String::new();
+    while let Some(event) = attached.next().await {
+        match event.expect("no error") {
+            AttachEvent::Stdout(bytes) => seen.push_str(&String::from_utf8_lossy(&bytes)),
+            AttachEvent::Exit(_) => break,
+            _ => {}
+        }
+    }
+    // `head -c 1048570 < /dev/zero | tr '\0' x | sha256sum`
+    assert_eq!(
+        seen.trim(),
+        "95897a652f6a1f9f0cdf3a2f3dffa79173e30bad55f6ab8de2d032343ff22620  -",
+        "what was held back is whole"
+    );
+    sending.await.expect("sent");
+    up.end().await;
+}

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use pepo_proto::{
-    Exec, FailureCode, Frame, LEASE_SECONDS, MAX_STREAMS, OpId, Operation, Outcome, Request, Share, URGENT_STREAMS,
-    Variable,
+    Exec, FailureCode, Frame, LEASE_SECONDS, MAX_STREAMS, Network, OpId, Operation, Outcome, Request, Share,
+    URGENT_STREAMS, Variable,
 };
 use tokio::io::unix::AsyncFd;
 use tokio::sync::Notify;
@@ -110,6 +110,10 @@ pub struct Agent {
     users: Rc<Users>,
     image_env: RefCell<Environment>,
     activation: RefCell<Option<Vec<Variable>>>,
+    /// What the interface is set up as.
+    network: RefCell<Option<Network>>,
+    /// Whether only the name is missing in the files that tell who this machine is.
+    identity: Cell<bool>,
     /// Where the first tree of the host's is mounted: commands begin there.
     place: RefCell<Option<String>>,
     ops: RefCell<HashMap<OpId, Rc<Op>>>,
@@ -168,6 +172,8 @@ async fn serve(listener: OwnedFd, mut settings: Settings) -> io::Result<()> {
         users: Rc::new(Users::new(Path::new("/"))),
         image_env: RefCell::default(),
         activation: RefCell::new(None),
+        network: RefCell::new(None),
+        identity: Cell::new(false),
         place: RefCell::new(None),
         ops: RefCell::default(),
         ended: RefCell::default(),
@@ -343,6 +349,12 @@ impl Agent {
         }
     }
 
+    /// A command that nobody will ask for.
+    fn forget(&self, id: OpId) {
+        self.ops.borrow_mut().remove(&id);
+        self.ended.borrow_mut().retain(|ended| *ended != id);
+    }
+
     fn kill_all(&self) {
         for op in self.ops.borrow().values() {
             op.kill_now();
@@ -389,7 +401,10 @@ impl Agent {
         if !request.operation.is_urgent() && self.streams.get() > MAX_STREAMS - URGENT_STREAMS {
             return stream.end(failed(FailureCode::Busy, "all streams are in use")).await;
         }
-        let Request { op, operation } = request;
+        let Request { op, operation, paced } = request;
+        if paced == Some(true) {
+            stream.pace();
+        }
         match operation {
             Operation::Exec(exec) => self.exec(stream, op, exec).await,
             Operation::Attach(wanted) => match self.op(wanted.target) {
@@ -413,7 +428,7 @@ impl Agent {
     async fn other(self: Rc<Self>, mut stream: Stream, id: OpId, operation: Operation) {
         let answered = self.answers.borrow().iter().find(|(op, _)| *op == id).map(|(_, outcome)| outcome.clone());
         if let Some(outcome) = answered {
-            if stream.queue(Frame::Accepted).is_ok() {
+            if stream.accept().is_ok() {
                 stream.end(outcome).await;
             }
             return;
@@ -458,7 +473,7 @@ impl Agent {
                 if remember {
                     self.remember(id, &outcome);
                 }
-                let mut queued = stream.queue(Frame::Accepted);
+                let mut queued = stream.accept();
                 for event in events {
                     queued = queued.and_then(|()| stream.queue(Frame::Event(event)));
                 }
@@ -476,9 +491,7 @@ impl Agent {
                     Err(error) => stream.end(failed(FailureCode::Io, explain(&error))).await,
                 }
                 if is_first && self.is_guest() {
-                    self.make_ready().await;
-                    // Nobody waits for it, and one that fails is a first command that takes longer.
-                    let _ = self.rehearse().await;
+                    self.warm_up().await;
                 }
             }
         }
@@ -502,7 +515,7 @@ impl Agent {
             return;
         }
         self.place.borrow_mut().get_or_insert(path);
-        let (socket, input) = stream.into_parts();
+        let (socket, input, _) = stream.into_parts();
         let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
         // Without a thread both ends close here, which the host sees.
         drop(pumping.spawn(move || share::pump(fuse, socket, input)));
@@ -569,10 +582,8 @@ impl Agent {
 
     async fn exec(self: Rc<Self>, mut stream: Stream, id: OpId, exec: Exec) {
         let known = self.ops.borrow().get(&id).cloned();
-        let input = exec.stdin || exec.pty.is_some();
-        let wants = Wants { stream: id, from: Some(0), input, keep_input: false, sole: false };
         if let Some(op) = known {
-            return attach::serve(stream, op, wants).await;
+            return attach::serve(stream, op, Wants::of(id, &exec)).await;
         }
         if self.others.borrow().contains_key(&id) {
             return stream.end(failed(FailureCode::Exists, format!("operation {id} runs already"))).await;
@@ -580,6 +591,12 @@ impl Agent {
         if let Err(outcome) = self.admit(&exec) {
             return stream.end(outcome).await;
         }
+        self.run(stream, id, exec).await;
+    }
+
+    /// Runs a command that was admitted, and serves the stream on which it came.
+    async fn run(self: Rc<Self>, mut stream: Stream, id: OpId, exec: Exec) {
+        let wants = Wants::of(id, &exec);
         let shell = match exec.shell.as_deref().map(|name| self.shell(name, exec.user.as_deref())).transpose() {
             Ok(shell) => shell,
             Err(outcome) => return stream.end(outcome).await,

@@ -9,7 +9,7 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use bytes::BytesMut;
-use pepo_proto::{Channel, Error, Event, FailureCode, Frame, Frames, OpId, Outcome, data_head};
+use pepo_proto::{Channel, Error, Event, Exec, FailureCode, Frame, Frames, OpId, Outcome, data_head};
 use tokio::time::sleep;
 use tokio_util::codec::Encoder;
 
@@ -36,6 +36,14 @@ pub struct Wants {
     pub keep_input: bool,
     /// Whether every other stream is to be closed.
     pub sole: bool,
+}
+
+impl Wants {
+    /// Of the stream that runs a command.
+    pub fn of(stream: OpId, exec: &Exec) -> Self {
+        let input = exec.stdin || exec.pty.is_some();
+        Wants { stream, from: Some(0), input, keep_input: false, sole: false }
+    }
 }
 
 /// The frame at the cursor, written in part: its length is told, and `sent` bytes of head and payload are out.
@@ -78,8 +86,8 @@ async fn pump(stream: &mut Stream, op: &Rc<Op>, place: &Place, wants: Wants) -> 
             let _ = tokio::time::timeout(TOGETHER, changed).await;
         }
     }
+    stream.accept()?;
     let (mut receiver, mut sender) = stream.halves();
-    sender.queue(Frame::Accepted)?;
     let mut output = wants.from.map(Output::new);
     let mut told_start = wants.from.is_none();
     let mut told_input = !wants.input;
@@ -89,6 +97,9 @@ async fn pump(stream: &mut Stream, op: &Rc<Op>, place: &Place, wants: Wants) -> 
         let room = op.input.room.notified();
         if place.is_closed() {
             return Err(Error::Truncated);
+        }
+        if let Some(told) = receiver.due() {
+            sender.queue(told)?;
         }
         if !told_input && !op.is_starting() {
             told_input = true;

@@ -47,8 +47,8 @@ pub async fn pass(stream: &mut Stream, socket: TcpStream) -> Option<Outcome> {
 }
 
 async fn pump(stream: &mut Stream, mut socket: TcpStream) -> Result<Outcome, Error> {
+    stream.accept()?;
     let (mut receiver, mut sender) = stream.halves();
-    sender.queue(Frame::Accepted)?;
     let (from, to) = socket.split();
     let mut buffer = vec![0; MAX_DATA];
     let mut upward = Bytes::new();
@@ -57,6 +57,9 @@ async fn pump(stream: &mut Stream, mut socket: TcpStream) -> Result<Outcome, Err
     let (mut up, mut down) = (true, true);
     let mut shut = false;
     loop {
+        if let Some(told) = receiver.due() {
+            sender.queue(told)?;
+        }
         let clear = sender.try_flush()?;
         if clear && !up && !down && upward.is_empty() {
             return Ok(Outcome::Done);

@@ -70,7 +70,7 @@ pub fn run(wire: &mut Wire, operation: Operation, user: &User) -> Option<Outcome
 fn act(wire: &mut Wire, operation: Operation, user: &User) -> Result<(), Fault> {
     let at = |path: &str| resolve(path, user);
     if !matches!(operation, Operation::Watch(_)) {
-        wire.queue(Frame::Accepted)?;
+        wire.accept()?;
     }
     match operation {
         Operation::Read(read) => send_file(wire, &at(&read.path)?, &read),

@@ -10,7 +10,7 @@
 //! ```
 
 use std::fs;
-use std::io;
+use std::io::{self, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::Path;
@@ -219,10 +219,10 @@ fn limits() -> Result<(), Error> {
     tried("limit of core files", setrlimit(Resource::Core, Rlimit { current: Some(0), maximum: None }))
 }
 
-/// Activate: name, clock, entropy, and the files that tell the name.
+/// Activate: name, clock and entropy. [`tell_name`] follows.
 ///
 /// # Errors
-/// Where name, clock or entropy cannot be set. Files of the Image that cannot be written are its own affair.
+/// Where one of them cannot be set.
 pub fn become_sandbox(hostname: &str, clock_unix_ns: u64, entropy: &[u8]) -> Result<(), Error> {
     tried("set the host name", rustix::system::sethostname(hostname.as_bytes()))?;
     let now = rustix::time::Timespec {
@@ -234,31 +234,36 @@ pub fn become_sandbox(hostname: &str, clock_unix_ns: u64, entropy: &[u8]) -> Res
         let random = tried("open /dev/random", fs::File::open("/dev/random"))?;
         tried("seed the random generator", sys::add_entropy(random.as_fd(), entropy))?;
     }
-    let _ = fs::write("/etc/hostname", format!("{hostname}\n"));
-    let hosts = fs::read_to_string("/etc/hosts").unwrap_or_default();
-    let hosts = match hosts.contains("127.0.0.1") {
-        true => hosts,
-        false => format!("127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n{hosts}"),
-    };
-    let _ = fs::write("/etc/hosts", format!("{}\n127.0.1.1 {hostname}\n", hosts.trim_end()));
-    if fs::metadata("/etc/machine-id").map_or(true, |id| id.len() < 32) {
-        let mut bytes = [0; 16];
-        if rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK).is_ok() {
-            let id: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
-            let _ = fs::write("/etc/machine-id", format!("{id}\n"));
-        }
-    }
     Ok(())
 }
 
-/// Writes anew, as they are, the files that [`become_sandbox`] writes: it finds them on the scratch disk then, and not in
-/// the Image, from where they would be copied first.
-pub fn ready_identity() {
-    for path in ["/etc/hostname", "/etc/hosts"] {
-        if let Ok(bytes) = fs::read(path) {
-            let _ = fs::write(path, bytes);
-        }
+/// Writes the name into the files that tell it. Those of the Image that cannot be written are its own affair.
+pub fn tell_name(hostname: &str) {
+    let _ = fs::write("/etc/hostname", format!("{hostname}\n"));
+    let hosts = fs::OpenOptions::new().append(true).create(true).open("/etc/hosts");
+    let _ = hosts.and_then(|mut hosts| hosts.write_all(format!("127.0.1.1 {hostname}\n").as_bytes()));
+}
+
+/// Brings the files that tell who a machine is to where only the name is missing: on the scratch disk, and not in the
+/// Image, from where they would be copied first. Whether that is done; the machine's own id needs random bytes.
+pub fn ready_identity() -> bool {
+    let _ = fs::read("/etc/hostname").and_then(|name| fs::write("/etc/hostname", name));
+    let hosts = fs::read_to_string("/etc/hosts").unwrap_or_default();
+    let loopback = match hosts.contains("127.0.0.1") {
+        true => "",
+        false => "127.0.0.1 localhost\n::1 localhost ip6-localhost ip6-loopback\n",
+    };
+    let _ = fs::write("/etc/hosts", format!("{loopback}{}\n", hosts.trim_end()));
+    if fs::metadata("/etc/machine-id").is_ok_and(|id| id.len() >= 32) {
+        return true;
     }
+    let mut bytes = [0; 16];
+    if rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::NONBLOCK).is_err() {
+        return false;
+    }
+    let id: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let _ = fs::write("/etc/machine-id", format!("{id}\n"));
+    true
 }
 
 /// Whether any command has a process.

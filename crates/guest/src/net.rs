@@ -31,11 +31,18 @@ fn tried<T>(step: &'static str, done: io::Result<T>) -> Result<T, Error> {
     done.map_err(|source| Error { step, source })
 }
 
-/// Brings the interface up.
+/// Brings the interface up, where it is not as `before` says already.
 ///
 /// # Errors
 /// There is none, or the kernel refuses a step.
-pub fn begin(network: &Network) -> Result<(), Error> {
+pub fn begin(network: &Network, before: Option<&Network>) -> Result<(), Error> {
+    match before {
+        Some(before) if before == network => return Ok(()),
+        Some(before) if Network { mtu: network.mtu, ..*before } == *network => {
+            return tried("set the largest packet", sys::link_mtu(NAME, network.mtu));
+        }
+        _ => {}
+    }
     if network.prefix > 32 || network.prefix == 0 || network.gateway_mac >> 48 != 0 {
         return tried("read the network", Err(io::ErrorKind::InvalidInput.into()));
     }

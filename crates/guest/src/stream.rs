@@ -9,7 +9,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::Duration;
 
 use bytes::{Buf, BytesMut};
-use pepo_proto::{Error, Failure, FailureCode, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, Outcome};
+use pepo_proto::{Error, Event, Failure, FailureCode, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, Outcome, TELL};
 use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 use tokio::time::timeout;
@@ -40,11 +40,49 @@ pub fn failed(code: FailureCode, message: impl Into<String>) -> Outcome {
     Outcome::Failed(Failure { code, message })
 }
 
+/// What was taken of a stream, and what of that the host was told.
+#[derive(Default)]
+pub struct Pace {
+    taken: u64,
+    /// `None` where the host did not ask.
+    told: Option<u64>,
+}
+
+impl Pace {
+    /// The host asked to be told.
+    pub fn ask(&mut self) {
+        self.told = Some(0);
+    }
+
+    /// The next frame in `input`, counted as taken.
+    pub fn decode(&mut self, input: &mut BytesMut) -> Result<Option<Frame>, Error> {
+        let before = input.len();
+        let frame = Frames::new().decode(input)?;
+        self.taken += (before - input.len()) as u64;
+        Ok(frame)
+    }
+
+    /// What the host is to be told first, if it asked.
+    pub fn first(&mut self) -> Option<Frame> {
+        self.told.as_mut().map(|told| {
+            *told = self.taken;
+            Frame::Event(Event::Taken { bytes: self.taken })
+        })
+    }
+
+    /// What the host is to be told now, if it is time.
+    pub fn due(&mut self) -> Option<Frame> {
+        let untold = self.taken - self.told?;
+        if untold < TELL { None } else { self.first() }
+    }
+}
+
 /// A non-blocking stream.
 pub struct Stream {
     socket: AsyncFd<OwnedFd>,
     input: BytesMut,
     output: BytesMut,
+    pace: Pace,
 }
 
 impl Stream {
@@ -54,6 +92,7 @@ impl Stream {
             socket: sys::watch(socket, Interest::READABLE | Interest::WRITABLE)?,
             input: BytesMut::new(),
             output: BytesMut::new(),
+            pace: Pace::default(),
         })
     }
 
@@ -62,15 +101,26 @@ impl Stream {
         self.socket.get_ref().as_fd()
     }
 
-    /// The socket itself and what was read of it already.
-    pub fn into_parts(self) -> (OwnedFd, BytesMut) {
-        (self.socket.into_inner(), self.input)
+    /// The socket itself, what was read of it already, and what was taken of that.
+    pub fn into_parts(self) -> (OwnedFd, BytesMut, Pace) {
+        (self.socket.into_inner(), self.input, self.pace)
+    }
+
+    /// The host asked to be told what is taken.
+    pub fn pace(&mut self) {
+        self.pace.ask();
+    }
+
+    /// Puts the answer to the Request behind what waits to be written.
+    pub fn accept(&mut self) -> Result<(), Error> {
+        self.pace.first().map_or(Ok(()), |frame| self.queue(frame))?;
+        self.queue(Frame::Accepted)
     }
 
     /// The two directions, to be used side by side.
     pub fn halves(&mut self) -> (Receiver<'_>, Sender<'_>) {
         (
-            Receiver { socket: &self.socket, input: &mut self.input },
+            Receiver { socket: &self.socket, input: &mut self.input, pace: &mut self.pace },
             Sender { socket: &self.socket, output: &mut self.output },
         )
     }
@@ -123,19 +173,25 @@ impl Stream {
 pub struct Receiver<'a> {
     socket: &'a AsyncFd<OwnedFd>,
     input: &'a mut BytesMut,
+    pace: &'a mut Pace,
 }
 
 impl Receiver<'_> {
     /// The next frame; `None` where the host has closed between two frames. Cancel safe.
     pub async fn receive(&mut self) -> Result<Option<Frame>, Error> {
         loop {
-            if let Some(frame) = Frames::new().decode(self.input)? {
+            if let Some(frame) = self.pace.decode(self.input)? {
                 return Ok(Some(frame));
             }
             if !self.read_some().await? {
                 return if self.input.is_empty() { Ok(None) } else { Err(Error::Truncated) };
             }
         }
+    }
+
+    /// What the host is to be told of what it sent, if it is time.
+    pub fn due(&mut self) -> Option<Frame> {
+        self.pace.due()
     }
 
     async fn read_some(&mut self) -> io::Result<bool> {

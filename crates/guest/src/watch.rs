@@ -40,7 +40,7 @@ pub fn run(wire: &mut Wire, path: &Path, recursive: bool) -> Result<(), Fault> {
     let mut watcher = Watcher { inotify, root: path, recursive, paths: HashMap::new() };
     watcher.add(Path::new(""), 0, &mut vec![]).map_err(told(path))?;
     // Only now: who has read this misses nothing.
-    wire.queue(Frame::Accepted)?;
+    wire.accept()?;
     wire.flush()?;
     let mut buffer = [MaybeUninit::uninit(); 16 << 10];
     loop {

@@ -10,10 +10,10 @@ use std::time::Duration;
 use bytes::{Buf, Bytes, BytesMut};
 use pepo_proto::{Channel, Error, FailureCode, Frame, Frames, MAX_DATA, Outcome, data_head};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
-use tokio_util::codec::{Decoder, Encoder};
+use tokio_util::codec::Encoder;
 
 use crate::agent::explain;
-use crate::stream::{DATA_HEAD, MAX_WRITE, Stream, failed};
+use crate::stream::{DATA_HEAD, MAX_WRITE, Pace, Stream, failed};
 use crate::sys;
 
 /// How long it may stand still before it is given up: the host cannot always tell that it has gone.
@@ -46,6 +46,7 @@ impl From<Error> for Fault {
 pub struct Wire {
     socket: OwnedFd,
     input: BytesMut,
+    pace: Pace,
     /// Frames being gathered; the first `filled` bytes are valid.
     output: Vec<u8>,
     filled: usize,
@@ -60,13 +61,14 @@ pub struct Wire {
 impl Wire {
     /// Makes the stream blocking.
     pub fn new(stream: Stream) -> io::Result<Self> {
-        let (socket, input) = stream.into_parts();
+        let (socket, input, pace) = stream.into_parts();
         rustix::io::ioctl_fionbio(&socket, false)?;
         set_socket_timeout(&socket, Timeout::Recv, Some(STALL))?;
         set_socket_timeout(&socket, Timeout::Send, Some(STALL))?;
         Ok(Wire {
             socket,
             input,
+            pace,
             output: Vec::new(),
             filled: 0,
             open: None,
@@ -86,6 +88,12 @@ impl Wire {
     /// The socket.
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+
+    /// Answers the Request; it goes out with the next flush.
+    pub fn accept(&mut self) -> Result<(), Fault> {
+        self.pace.first().map_or(Ok(()), |frame| self.queue(frame))?;
+        self.queue(Frame::Accepted)
     }
 
     /// Puts a frame behind the payload so far; it goes out with the next flush.
@@ -192,7 +200,12 @@ impl Wire {
             if self.ended {
                 return Ok(None);
             }
-            match self.frame()? {
+            let frame = self.frame()?;
+            if let Some(told) = self.pace.due() {
+                self.queue(told)?;
+                self.flush()?;
+            }
+            match frame {
                 Frame::Data { channel: Channel::In, offset, mut bytes } => {
                     let end = offset.saturating_add(bytes.len() as u64);
                     if offset > self.received {
@@ -218,7 +231,7 @@ impl Wire {
 
     fn frame(&mut self) -> Result<Frame, Error> {
         loop {
-            if let Some(frame) = Frames::new().decode(&mut self.input)? {
+            if let Some(frame) = self.pace.decode(&mut self.input)? {
                 return Ok(frame);
             }
             self.input.reserve(READ);

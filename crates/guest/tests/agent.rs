@@ -108,7 +108,7 @@ fn nonsense_is_an_error_and_nothing_worse() {
     for cut in 0..20 {
         let mut bytes = bytes::BytesMut::new();
         use tokio_util::codec::Encoder;
-        let request = Request { op: new_op(), operation: Operation::Exec(sh("true")) };
+        let request = Request { op: new_op(), operation: Operation::Exec(sh("true")), paced: None };
         Frames::new().encode(Frame::Request(request), &mut bytes).unwrap();
         guest.connect().stream.write_all(&bytes[..cut]).unwrap();
     }

@@ -98,6 +98,40 @@ fn is_binary_safe_and_complete() {
 }
 
 #[test]
+fn tells_what_it_took_of_a_stream_where_that_was_asked() {
+    fn taken(talk: &mut Talk) -> u64 {
+        talk.until(|frame| if let Frame::Event(Event::Taken { bytes }) = frame { Some(*bytes) } else { None })
+    }
+    let guest = Guest::start();
+    let directory = tempfile::tempdir().unwrap();
+    let go = directory.path().join("go");
+    let mut exec = sh(&format!("until [ -e {} ]; do sleep 0.05; done; exec cat >/dev/null", go.display()));
+    exec.stdin = true;
+    let mut talk = guest.connect();
+    let operation = Operation::Exec(exec.clone());
+    talk.send(Frame::Request(Request { op: new_op(), operation, paced: Some(true) }));
+    let request = taken(&mut talk);
+    assert!((20..300).contains(&request), "{request} bytes of request");
+    let head = (HEADER + MAX_BODY - MAX_DATA) as u64;
+    let sent = |frames: u64| request + frames * (60_000 + head);
+    talk.input(0, &[b'x'; 60_000]);
+    talk.input(60_000, &[b'x'; 60_000]);
+    assert_eq!(taken(&mut talk), sent(2), "a pipe and the agent's room hold this much");
+    talk.input(120_000, &[b'x'; 60_000]);
+    talk.input(180_000, &[b'x'; 60_000]);
+    std::fs::write(go, "").unwrap();
+    assert_eq!(taken(&mut talk), sent(4));
+    talk.eof(240_000);
+    assert_eq!(talk.finish().process().code, Some(0));
+
+    let (_, mut talk) = guest.start_exec(exec);
+    talk.input(0, &[b'x'; 200_000]);
+    talk.eof(200_000);
+    let events = talk.finish().events;
+    assert!(!events.iter().any(|event| matches!(event, Event::Taken { .. })), "nobody asked: {events:?}");
+}
+
+#[test]
 fn feeds_input_by_offset_and_ignores_resends() {
     let guest = Guest::start();
     let mut exec = program(&["cat"]);

@@ -17,6 +17,9 @@ pub struct Request {
     /// What is asked.
     #[n(1)]
     pub operation: Operation,
+    /// Whether the host wants to be told what is taken of this stream ([`Event::Taken`]).
+    #[n(2)]
+    pub paced: Option<bool>,
 }
 
 /// What the host may ask of the guest, one per stream.
@@ -102,9 +105,22 @@ pub enum Operation {
     /// Keep some paths in a mounted tree: each is made there where it is not, and bound over its place.
     #[n(25)]
     Keep(#[n(0)] Keep),
+    /// Do now what Activate and the first command would wait for; answered when it is done.
+    #[n(26)]
+    Ready(#[n(0)] Ready),
 }
 
 impl Operation {
+    /// Whether the host sends more than its Request: such streams are paced.
+    pub fn takes_input(&self) -> bool {
+        match self {
+            Operation::Exec(exec) => exec.stdin || exec.pty.is_some(),
+            Operation::Attach(attach) => attach.input,
+            Operation::Write(_) | Operation::TarIn(_) | Operation::Dial(_) => true,
+            _ => false,
+        }
+    }
+
     /// Whether it must pass while data is stuck: such operations may use the streams kept for them.
     pub fn is_urgent(&self) -> bool {
         matches!(
@@ -135,6 +151,14 @@ pub struct Hello {
     /// Optional features the host knows, one bit each; none is defined yet.
     #[n(2)]
     pub features: u64,
+}
+
+/// What a guest that waits for its Activate may do ahead of it.
+#[derive(Clone, Debug, PartialEq, Encode, Decode)]
+pub struct Ready {
+    /// The network that Activate will name, perhaps with another [`Network::mtu`].
+    #[n(0)]
+    pub network: Option<Network>,
 }
 
 /// The guest's answer to [`Hello`].
@@ -572,6 +596,14 @@ pub enum Event {
         /// Relative to the watched path; empty for the path itself.
         #[cbor(n(1), with = "minicbor::bytes")]
         path: Vec<u8>,
+    },
+    /// How much of this stream the guest has taken, where the Request asked for that: before Accepted, so that a host
+    /// knows that it will be told, and then after [`crate::TELL`] bytes each.
+    #[n(8)]
+    Taken {
+        /// Bytes from the stream's first one on, heads of frames included.
+        #[n(0)]
+        bytes: u64,
     },
 }
 

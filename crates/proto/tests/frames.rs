@@ -155,7 +155,7 @@ fn a_message_of_ours_that_fits_no_frame_is_refused_and_leaves_nothing_behind() {
         limits: None,
     };
     let mut bytes = BytesMut::new();
-    let request = Frame::Request(Request { op: OpId([0; 16]), operation: Operation::Exec(exec) });
+    let request = Frame::Request(Request { op: OpId([0; 16]), operation: Operation::Exec(exec), paced: None });
     assert!(matches!(Frames::new().encode(request, &mut bytes), Err(Error::TooLarge { what: "request", .. })));
     assert!(bytes.is_empty());
 }

@@ -113,14 +113,7 @@ impl Warm {
     /// As [`Host::network`]; it is still to be released.
     pub async fn network(&self, policy: &Policy) -> Result<Network, host::Error> {
         let link = self.claim.host().network(self.plan.id, policy).await?;
-        let [a, b, c, d, e, f] = address::GATEWAY_MAC.0;
-        Ok(Network {
-            address: address::GUEST.to_bits(),
-            prefix: address::GUEST_PREFIX,
-            gateway: address::GATEWAY.to_bits(),
-            gateway_mac: u64::from_be_bytes([0, 0, a, b, c, d, e, f]),
-            mtu: link.mtu,
-        })
+        Ok(address::guest_network(link.mtu))
     }
 
     /// Makes it this Sandbox: once, and there is no way back.

@@ -18,6 +18,7 @@ use crate::guest::{self, Guest};
 use crate::host::{self, Host, Keeper};
 use crate::id::SandboxId;
 use crate::keeper::Console;
+use crate::net::address;
 use crate::plan::{self, Plan};
 
 /// How long a guest may take from its VMM's start to its first answer. In software emulation on a busy machine of two cores
@@ -271,6 +272,9 @@ impl Prepared {
     }
 }
 
+/// What a guest's interface has before its slot is asked (the kernel's `ETH_DATA_LEN`).
+const ETHERNET_MTU: u32 = 1500;
+
 /// Streams of a guest that waits: one for Activate, one for the first command.
 const POISED: usize = 2;
 
@@ -352,12 +356,14 @@ impl Warm {
         self.took
     }
 
-    /// Makes it ready to wait for whoever will claim it: the streams of its activation and of the first command are connected
-    /// ahead.
+    /// Makes it ready to wait for whoever will claim it: the guest does what can be done ahead, and the streams of its
+    /// activation and of the first command are connected.
     ///
     /// # Errors
-    /// The guest gives none: it is of no use, and is to be released.
+    /// The guest does not: it is of no use, and is to be released.
     pub async fn poise(&self) -> Result<(), guest::Error> {
+        let network = (self.plan.network != plan::Network::Absent).then(|| address::guest_network(ETHERNET_MTU));
+        self.guest.ready(network).await?;
         self.guest.hold(POISED).await
     }
 

@@ -255,7 +255,8 @@ async fn a_stream_that_was_left_holds_nobody_back() {
     let name = op();
     let say = |operation: Operation, op: OpId| {
         let mut bytes = bytes::BytesMut::new();
-        Encoder::encode(&mut Frames::new(), Frame::Request(Request { op, operation }), &mut bytes).unwrap();
+        Encoder::encode(&mut Frames::new(), Frame::Request(Request { op, operation, paced: None }), &mut bytes)
+            .unwrap();
         let mut stream = std::os::unix::net::UnixStream::connect(&agent.socket).unwrap();
         stream.write_all(&bytes).unwrap();
         stream
@@ -458,7 +459,7 @@ async fn input_that_skips_bytes_is_refused() {
     let agent = Agent::start().await;
     let mut exec = argv(["cat"]);
     exec.stdin = true;
-    let request = Frame::Request(Request { op: op(), operation: Operation::Exec(exec) });
+    let request = Frame::Request(Request { op: op(), operation: Operation::Exec(exec), paced: None });
     let hole = Frame::Data { channel: Channel::In, offset: 5, bytes: Bytes::from_static(b"x") };
     let mut bytes = bytes::BytesMut::new();
     Frames::new().encode(request, &mut bytes).unwrap();

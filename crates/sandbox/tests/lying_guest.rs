@@ -54,7 +54,7 @@ async fn a_program_out_of_order_is_refused() {
         (
             "a request",
             program(false, None),
-            vec![ACCEPTED, Frame::Request(Request { op: OP, operation: Operation::Ping })],
+            vec![ACCEPTED, Frame::Request(Request { op: OP, operation: Operation::Ping, paced: None })],
         ),
         ("a hole", program(false, None), vec![ACCEPTED, data(Out, 0, b"a"), data(Out, 2, b"b")]),
         ("an overlap", program(false, None), vec![ACCEPTED, data(Out, 0, b"ab"), data(Out, 1, b"b")]),
@@ -429,6 +429,84 @@ async fn a_guest_that_takes_no_input_holds_the_sender_back_and_nothing_else() {
         assert!(sent < 16 << 20, "no backpressure");
     }
     tokio::time::timeout(AT_MOST, exec.cancel()).await.unwrap().unwrap();
+}
+
+fn taken(bytes: u64) -> Frame {
+    Frame::Event(Event::Taken { bytes })
+}
+
+/// A guest that counts the bytes it gets, from the request's first on, and says for each word of `say` how much it took.
+fn counting(say: mpsc::UnboundedReceiver<u64>) -> (Guest, Arc<Mutex<u64>>, tempfile::TempDir) {
+    let (got, say) = (Arc::new(Mutex::new(0)), Arc::new(tokio::sync::Mutex::new(say)));
+    let count = got.clone();
+    let (guest, directory) = guest(PATIENT, move |mut end| {
+        let (got, say) = (count.clone(), say.clone());
+        async move {
+            let request = encoded(&[Frame::Request(end.request().await)]).len();
+            *got.lock().unwrap() = (request + end.buffer.len()) as u64;
+            end.say(&[taken(0), ACCEPTED, input(0), started()]).await;
+            let mut say = say.lock().await;
+            let mut bytes = vec![0; 100_000];
+            loop {
+                tokio::select! {
+                    read = end.stream.read(&mut bytes) => match read {
+                        Ok(0) | Err(_) => return,
+                        Ok(read) => *got.lock().unwrap() += read as u64,
+                    },
+                    Some(bytes) = say.recv() => end.say(&[taken(bytes)]).await,
+                }
+            }
+        }
+    });
+    (guest, got, directory)
+}
+
+#[tokio::test]
+async fn no_more_is_under_way_than_a_guest_has_room_for() {
+    let (say, said) = mpsc::unbounded_channel();
+    let (guest, got, _directory) = counting(said);
+    let still = async || {
+        let mut before = u64::MAX;
+        loop {
+            let now = *got.lock().unwrap();
+            if now == before {
+                return now;
+            }
+            before = now;
+            tokio::time::sleep(Duration::from_millis(300)).await;
+        }
+    };
+    // Nobody reads this stream but the sender itself, and that only while it waits.
+    let mut joined = guest.input(OP, InputEnd::Keep).await.unwrap();
+    let mut input = joined.take_input().unwrap();
+    let sending = tokio::spawn(async move {
+        input.send(0, Bytes::from(vec![1; 1_000_000])).await?;
+        Ok::<_, Error>(input)
+    });
+    assert_eq!(still().await, WINDOW);
+    say.send(10_000).unwrap();
+    assert_eq!(still().await, WINDOW + 10_000);
+    say.send(WINDOW).unwrap();
+    assert_eq!(still().await, 2 * WINDOW);
+    for step in 3..7 {
+        say.send((step - 1) * WINDOW).unwrap();
+        still().await;
+    }
+    let input = tokio::time::timeout(AT_MOST, sending).await.unwrap().unwrap().unwrap();
+    assert_eq!(input.next(), 1_000_000);
+    // What came meanwhile is there for whoever reads.
+    let first = tokio::time::timeout(AT_MOST, async { (joined.next().await, joined.next().await) }).await.unwrap();
+    assert!(matches!(first, (Some(Ok(Output::Input { next: 0, .. })), Some(Ok(Output::Started { .. })))), "{first:?}");
+}
+
+#[tokio::test]
+async fn a_guest_that_lies_about_what_it_took_is_not_believed() {
+    let outputs = |said: Vec<Frame>| run(program(true, None), said);
+    assert!(outputs(vec![taken(1), ACCEPTED, taken(2), started(), exited()]).await.is_ok());
+    // More than there was; less than before; unasked.
+    assert!(is_protocol(&outputs(vec![taken(1 << 40), ACCEPTED, exited()]).await));
+    assert!(is_protocol(&outputs(vec![ACCEPTED, taken(2), taken(1), exited()]).await));
+    assert!(is_protocol(&run(program(false, None), vec![ACCEPTED, taken(1), exited()]).await));
 }
 
 #[tokio::test]

@@ -132,15 +132,17 @@ async fn attempt(
             (warm, false, false)
         }
     };
-    let gathered = async {
-        // Committed before Activate is sent: from here on the guest may have run what the Session wanted.
+    // Committed before Activate is sent: from there on the guest may have run what the Session wanted.
+    let claimed = async {
         if !committed {
             let claim = Claim { sandbox: tenure.sandbox, session: session.id(), activation: tenure.activation };
             inner.store.write(Write::Claim(claim)).await.map_err(|error| failed(&error))?;
         }
-        gather(sessions, session, &warm, has_waited).await
+        Ok::<(), Cause>(())
     };
-    let (activate, policy) = match gathered.await {
+    // What is gathered is done when either fails: none of it is cut off half-way.
+    let (claimed, gathered) = tokio::join!(claimed, gather(sessions, session, &warm, has_waited));
+    let (activate, policy) = match claimed.and(gathered) {
         Ok(gathered) => gathered,
         Err(cause) => {
             if let Err(error) = warm.release().await {

@@ -10,7 +10,7 @@ use pepo_proto::{
 use tokio::task::spawn_blocking;
 use tokio::time::{sleep, timeout};
 
-use super::{Agent, explain, uptime_ms};
+use super::{Agent, uptime_ms};
 use crate::spawn::Environment;
 use crate::stream::failed;
 use crate::{share, sys};
@@ -57,6 +57,12 @@ impl Agent {
                 }
             }
             Operation::Shutdown => self.shutdown().await,
+            Operation::Ready(ready) => {
+                if self.is_guest() {
+                    self.make_ready(&ready).await;
+                }
+                Ok(())
+            }
             Operation::Keep(keep) => match (self.is_guest(), self.user(keep.user.as_deref())) {
                 (true, Ok(user)) => spawn_blocking(move || share::keep(&keep, &user))
                     .await
@@ -103,9 +109,12 @@ impl Agent {
         if self.is_guest() {
             crate::mount::become_sandbox(&activate.hostname, activate.clock_unix_ns, &activate.entropy)
                 .map_err(|error| failed(FailureCode::Io, error.to_string()))?;
+            if !self.identity.get() {
+                crate::mount::ready_identity();
+            }
+            crate::mount::tell_name(&activate.hostname);
             if let Some(network) = &activate.network {
-                crate::net::begin(network)
-                    .map_err(|error| failed(FailureCode::Io, format!("network: {}", explain(&error))))?;
+                self.connect(network)?;
             }
         }
         *self.image_env.borrow_mut() = Environment::of_image(Path::new("/"));

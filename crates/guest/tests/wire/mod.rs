@@ -129,7 +129,7 @@ impl Guest {
 
     pub fn request(&self, op: OpId, operation: Operation) -> Talk {
         let mut talk = self.connect();
-        talk.send(Frame::Request(Request { op, operation }));
+        talk.send(Frame::Request(Request { op, operation, paced: None }));
         talk
     }
 

@@ -72,6 +72,7 @@ fn operation() -> impl Strategy<Value = Operation> {
             newest,
             features
         })),
+        of(network()).prop_map(|network| Operation::Ready(Ready { network })),
         (text(), variables(), any::<u64>(), octets(), of(network())).prop_map(
             |(hostname, env, clock_unix_ns, entropy, network)| {
                 Operation::Activate(Activate { hostname, env, clock_unix_ns, entropy, network })
@@ -184,6 +185,7 @@ fn event() -> impl Strategy<Value = Event> {
             commands: n.7,
         })),
         (watched, octets()).prop_map(|(kind, path)| Event::Change { kind, path }),
+        any::<u64>().prop_map(|bytes| Event::Taken { bytes }),
     ]
 }
 
@@ -219,7 +221,11 @@ fn outcome() -> impl Strategy<Value = Outcome> {
 pub fn frame() -> impl Strategy<Value = Frame> {
     let channel = || prop_oneof![Just(Channel::In), Just(Channel::Out), Just(Channel::Err)];
     prop_oneof![
-        (op(), operation()).prop_map(|(op, operation)| Frame::Request(Request { op, operation })),
+        (op(), operation(), any::<Option<bool>>()).prop_map(|(op, operation, paced)| Frame::Request(Request {
+            op,
+            operation,
+            paced
+        })),
         Just(Frame::Accepted),
         (channel(), any::<u64>(), vec(any::<u8>(), 1..300)).prop_map(|(channel, offset, bytes)| Frame::Data {
             channel,

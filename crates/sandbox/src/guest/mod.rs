@@ -26,8 +26,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use pepo_proto::{
-    Activate, Cancel, Event, Failure, Frame, GENERATION, Hello, HelloReply, MAX_STREAMS, OLDEST_GENERATION, OpId,
-    OpSummary, Operation, Outcome, PtySize, Request, Resize, Signal, Stats, URGENT_STREAMS,
+    Activate, Cancel, Event, Failure, Frame, GENERATION, Hello, HelloReply, MAX_STREAMS, Network, OLDEST_GENERATION,
+    OpId, OpSummary, Operation, Outcome, PtySize, Ready, Request, Resize, Signal, Stats, URGENT_STREAMS,
 };
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
@@ -168,6 +168,11 @@ impl Guest {
             lock(&self.0.held).push(stream);
         }
         Ok(())
+    }
+
+    /// Has a fresh guest do ahead what its activation, with this network, and its first command would wait for.
+    pub(crate) async fn ready(&self, network: Option<Network>) -> Result<(), Error> {
+        self.plain(Operation::Ready(Ready { network })).await
     }
 
     /// Turns a fresh guest into this Sandbox. A second time is [`pepo_proto::FailureCode::State`].
@@ -315,7 +320,8 @@ impl Guest {
             true => Leaving::Close,
             false => Leaving::of(&operation),
         };
-        let request = Request { op, operation };
+        let paced = operation.takes_input().then_some(true);
+        let request = Request { op, operation, paced };
         let (reader, mut writer) = halves(stream, &request);
         writer.queue(Frame::Request(request))?;
         let mut talk =

@@ -49,6 +49,7 @@ enum Report {
     Ops,
     Stats,
     Change,
+    Taken,
 }
 
 fn report(event: &Event) -> Report {
@@ -61,6 +62,7 @@ fn report(event: &Event) -> Report {
         Event::Ops(_) => Report::Ops,
         Event::Stats(_) => Report::Stats,
         Event::Change { .. } => Report::Change,
+        Event::Taken { .. } => Report::Taken,
     }
 }
 
@@ -93,6 +95,7 @@ fn class(operation: &Operation) -> Class {
         | Operation::Sync
         | Operation::Share(_)
         | Operation::Keep(_)
+        | Operation::Ready(_)
         | Operation::Shutdown => Class::Plain,
     }
 }
@@ -110,10 +113,13 @@ struct Order {
     reported: bool,
     /// The last input offset reported.
     input: Option<u64>,
+    /// What was last told as taken; `None` where that was not asked.
+    taken: Option<u64>,
 }
 
 impl Order {
-    fn new(operation: &Operation) -> Self {
+    fn new(request: &Request) -> Self {
+        let operation = &request.operation;
         let offset = match operation {
             Operation::Attach(attach) => attach.from.unwrap_or(0),
             _ => 0,
@@ -126,6 +132,7 @@ impl Order {
             err_ended: false,
             reported: false,
             input: None,
+            taken: (request.paced == Some(true)).then_some(0),
         }
     }
 
@@ -141,6 +148,7 @@ impl Order {
                 self.stage = Stage::Ended;
                 Ok(())
             }
+            (Stage::Asked | Stage::Running, Frame::Event(Event::Taken { bytes })) => self.taken(*bytes),
             (Stage::Asked, _) => Err(Error::Order("a frame before accepted")),
             (Stage::Running, Frame::Accepted) => Err(Error::Order("accepted twice")),
             (Stage::Running, Frame::Event(event)) => self.event(event),
@@ -173,6 +181,14 @@ impl Order {
                 Ok(())
             }
             (Stage::Running, Frame::End(outcome)) => self.end(outcome),
+        }
+    }
+
+    fn taken(&mut self, bytes: u64) -> Result<(), Error> {
+        match self.taken.replace(bytes) {
+            None => Err(Error::Order("told what was taken, unasked")),
+            Some(before) if bytes < before => Err(Error::Order("taken, and then less")),
+            Some(_) => Ok(()),
         }
     }
 
@@ -270,7 +286,7 @@ pub struct Incoming {
 impl Incoming {
     /// For the stream on which `request` is sent.
     pub fn new(request: &Request) -> Self {
-        Incoming { frames: Frames::new(), order: Order::new(&request.operation) }
+        Incoming { frames: Frames::new(), order: Order::new(request) }
     }
 
     /// The next frame in `buffer`; `None` wants more bytes. Never asks for more than one frame's room.

@@ -2,6 +2,9 @@
 //!
 //! Owns the descriptor. Reads are large and frames are cut out of them without copying; writes go out as vectors, so
 //! payload is never copied either. Neither half half-closes: nothing is said by closing, and [`Wire::close`] ends both.
+//!
+//! Where the guest tells what it takes, no more than [`WINDOW`] bytes are under way. A writer that must wait for that
+//! word reads for itself, and keeps what else comes for the reader: whoever sends need not read meanwhile.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -9,18 +12,19 @@ use std::io::{self, IoSlice};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, ready};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker, ready};
 
 use bytes::{Bytes, BytesMut};
-use pepo_proto::{AGENT_PORT, Channel, Frame, Frames, MAX_DATA, Request, data_head};
+use futures_util::task::AtomicWaker;
+use pepo_proto::{AGENT_PORT, Channel, Event, Frame, Frames, MAX_DATA, Request, WINDOW, data_head};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, Interest};
 use tokio::net::UnixStream;
 use tokio_util::codec::Encoder;
 
-use super::Error;
 use super::order::Incoming;
+use super::{Error, lock};
 
 /// Room for the first read: most operations say no more than this.
 const READ_FIRST: usize = 4 * 1024;
@@ -31,6 +35,12 @@ const READ_ROOM: usize = 256 * 1024;
 
 /// Slices per write: a head and a payload for each of eight frames.
 const WRITE_SLICES: usize = 16;
+
+/// Frames that a waiting writer keeps for a reader that does not come; then it waits for the reader, too.
+const AHEAD: usize = 16;
+
+/// What is taken of a stream on which nothing was told (yet): nothing is held back there.
+const UNTOLD: u64 = u64::MAX;
 
 /// The longest answer to CONNECT: `OK `, ten digits, a newline, and some.
 const CONNECT_ANSWER: usize = 32;
@@ -159,11 +169,41 @@ async fn answer(stream: &mut UnixStream) -> io::Result<()> {
     }
 }
 
-/// The descriptor that both halves share.
+/// What both halves share: the descriptor, what came on it, and how far the guest is with what was sent.
 #[derive(Debug)]
 pub(super) struct Wire {
     stream: UnixStream,
     closed: AtomicBool,
+    inbox: Mutex<Inbox>,
+    waiting: Arc<Waiting>,
+    sent: AtomicU64,
+    taken: AtomicU64,
+}
+
+/// What came and was not asked for yet.
+#[derive(Debug)]
+struct Inbox {
+    buffer: BytesMut,
+    room: usize,
+    incoming: Incoming,
+    /// Read by a writer.
+    ahead: VecDeque<Frame>,
+    /// How it ended, where a writer saw that.
+    failed: Option<Error>,
+}
+
+/// Who waits for the stream to be read: a stream remembers one waker, and this one wakes both halves.
+#[derive(Debug, Default)]
+struct Waiting {
+    reader: AtomicWaker,
+    writer: AtomicWaker,
+}
+
+impl Wake for Waiting {
+    fn wake(self: Arc<Self>) {
+        self.reader.wake();
+        self.writer.wake();
+    }
 }
 
 impl Wire {
@@ -202,45 +242,61 @@ impl Wire {
 
 /// Makes the two halves of a stream on which `request` will be sent.
 pub(super) fn halves(stream: UnixStream, request: &Request) -> (Reader, Writer) {
-    let wire = Arc::new(Wire { stream, closed: AtomicBool::new(false) });
-    let (buffer, incoming) = (BytesMut::new(), Incoming::new(request));
-    let reader = Reader { wire: wire.clone(), buffer, room: READ_FIRST, incoming };
-    (reader, Writer { wire, queue: VecDeque::new() })
+    let inbox = Inbox {
+        buffer: BytesMut::new(),
+        room: READ_FIRST,
+        incoming: Incoming::new(request),
+        ahead: VecDeque::new(),
+        failed: None,
+    };
+    let wire = Arc::new(Wire {
+        stream,
+        closed: AtomicBool::new(false),
+        inbox: Mutex::new(inbox),
+        waiting: Arc::default(),
+        sent: AtomicU64::new(0),
+        taken: AtomicU64::new(UNTOLD),
+    });
+    (Reader { wire: wire.clone() }, Writer { wire, queue: VecDeque::new() })
 }
 
-/// The guest's frames, in order or not at all.
-#[derive(Debug)]
-pub(super) struct Reader {
-    wire: Arc<Wire>,
-    buffer: BytesMut,
-    room: usize,
-    incoming: Incoming,
-}
-
-impl Reader {
-    /// The next frame. After `End`, and after an error, the stream is closed.
-    pub(super) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
-        let polled = self.poll_open(cx);
-        if self.incoming.ended() || matches!(polled, Poll::Ready(Err(_))) {
-            self.wire.close();
+impl Wire {
+    /// The next frame but those that tell what was taken. After `End`, and after an error, the stream is closed.
+    fn poll_frame(&self, inbox: &mut Inbox) -> Poll<Result<Frame, Error>> {
+        let waker = Waker::from(self.waiting.clone());
+        let mut cx = Context::from_waker(&waker);
+        let polled = loop {
+            match ready!(self.poll_next(inbox, &mut cx)) {
+                Ok(Frame::Event(Event::Taken { bytes })) => {
+                    if bytes > self.sent.load(Ordering::Acquire) {
+                        break Err(Error::Protocol(pepo_proto::Error::Order("more taken than was sent")));
+                    }
+                    self.taken.store(bytes, Ordering::Release);
+                    self.waiting.writer.wake();
+                }
+                polled => break polled,
+            }
+        };
+        if inbox.incoming.ended() || polled.is_err() {
+            self.close();
         }
-        polled
+        Poll::Ready(polled)
     }
 
-    fn poll_open(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
+    fn poll_next(&self, inbox: &mut Inbox, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
         loop {
-            if let Some(frame) = self.incoming.next(&mut self.buffer).map_err(Error::Protocol)? {
+            if let Some(frame) = inbox.incoming.next(&mut inbox.buffer).map_err(Error::Protocol)? {
                 return Poll::Ready(Ok(frame));
             }
             // Below a quarter a new block is taken, so that a read is never a few bytes at the end of the old one.
-            if self.buffer.capacity() - self.buffer.len() < self.room / 4 {
-                self.buffer.reserve(self.room);
+            if inbox.buffer.capacity() - inbox.buffer.len() < inbox.room / 4 {
+                inbox.buffer.reserve(inbox.room);
             }
-            let room = self.buffer.capacity() - self.buffer.len();
-            ready!(self.wire.stream.poll_read_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
-            match self.wire.stream.try_read_buf(&mut self.buffer) {
+            let room = inbox.buffer.capacity() - inbox.buffer.len();
+            ready!(self.stream.poll_read_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
+            match self.stream.try_read_buf(&mut inbox.buffer) {
                 Ok(0) => return Poll::Ready(Err(Error::Lost(None))),
-                Ok(read) if read == room => self.room = READ_ROOM,
+                Ok(read) if read == room => inbox.room = READ_ROOM,
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(error) => return Poll::Ready(Err(Error::Lost(Some(error)))),
@@ -248,17 +304,80 @@ impl Reader {
         }
     }
 
-    pub(super) fn ended(&self) -> bool {
-        self.incoming.ended()
+    /// How many bytes may be sent now.
+    fn allowance(&self) -> usize {
+        let left = match self.taken.load(Ordering::Acquire) {
+            UNTOLD => u64::MAX,
+            taken => (taken + WINDOW).saturating_sub(self.sent.load(Ordering::Acquire)),
+        };
+        usize::try_from(left).unwrap_or(usize::MAX)
     }
 
+    /// Waits until bytes may be sent, reading meanwhile. [`Error::Ended`] where none will be taken.
+    fn poll_allowance(&self, cx: &mut Context<'_>) -> Poll<Result<usize, Error>> {
+        loop {
+            if self.is_closed() {
+                return Poll::Ready(Err(Error::Ended));
+            }
+            match self.allowance() {
+                0 => self.waiting.writer.register(cx.waker()),
+                bytes => return Poll::Ready(Ok(bytes)),
+            }
+            let mut inbox = lock(&self.inbox);
+            // Told before this side was on the list.
+            if self.allowance() > 0 {
+                continue;
+            }
+            if inbox.ahead.len() >= AHEAD {
+                return Poll::Pending;
+            }
+            match self.poll_frame(&mut inbox) {
+                Poll::Ready(Ok(frame)) => inbox.ahead.push_back(frame),
+                Poll::Ready(Err(error)) => inbox.failed = Some(error),
+                Poll::Pending if self.allowance() > 0 => continue,
+                Poll::Pending => return Poll::Pending,
+            }
+            self.waiting.reader.wake();
+        }
+    }
+}
+
+/// The guest's frames, in order or not at all.
+#[derive(Debug)]
+pub(super) struct Reader {
+    wire: Arc<Wire>,
+}
+
+impl Reader {
+    /// The next frame. After `End`, and after an error, the stream is closed.
+    pub(super) fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Result<Frame, Error>> {
+        let wire = &*self.wire;
+        let mut inbox = lock(&wire.inbox);
+        if let Some(frame) = inbox.ahead.pop_front() {
+            // There is room again for what a writer reads.
+            wire.waiting.writer.wake();
+            return Poll::Ready(Ok(frame));
+        }
+        if let Some(error) = inbox.failed.take() {
+            return Poll::Ready(Err(error));
+        }
+        wire.waiting.reader.register(cx.waker());
+        wire.poll_frame(&mut inbox)
+    }
+
+    /// Whether the guest has said its last.
+    pub(super) fn ended(&self) -> bool {
+        lock(&self.wire.inbox).incoming.ended()
+    }
+
+    /// The next output offset.
     pub(super) fn offset(&self) -> u64 {
-        self.incoming.offset()
+        lock(&self.wire.inbox).incoming.offset()
     }
 
     /// Whether bytes came that no frame has taken.
     pub(super) fn has_more(&self) -> bool {
-        !self.buffer.is_empty()
+        !lock(&self.wire.inbox).buffer.is_empty()
     }
 
     pub(super) fn wire(&self) -> &Arc<Wire> {
@@ -307,17 +426,22 @@ impl Writer {
     /// Sends what was queued. [`Error::Ended`] where this side has closed the stream.
     pub(super) fn poll_flush(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Error>> {
         while !self.queue.is_empty() {
-            if self.wire.is_closed() {
-                return Poll::Ready(Err(Error::Ended));
-            }
+            let allowance = ready!(self.wire.poll_allowance(cx))?;
             ready!(self.wire.stream.poll_write_ready(cx)).map_err(|source| Error::Lost(Some(source)))?;
             let mut slices = [IoSlice::new(&[]); WRITE_SLICES];
-            let mut used = 0;
+            let (mut used, mut offered) = (0, 0);
             for (slice, bytes) in slices.iter_mut().zip(&self.queue) {
+                let bytes = &bytes[..bytes.len().min(allowance - offered)];
+                offered += bytes.len();
                 *slice = IoSlice::new(bytes);
                 used += 1;
             }
-            match self.wire.stream.try_write_vectored(&slices[..used]) {
+            // Counted before: the guest may tell of them before this returns.
+            self.wire.sent.fetch_add(offered as u64, Ordering::AcqRel);
+            let written = self.wire.stream.try_write_vectored(&slices[..used]);
+            let unsent = offered - written.as_ref().map_or(0, |sent| *sent);
+            self.wire.sent.fetch_sub(unsent as u64, Ordering::AcqRel);
+            match written {
                 Ok(sent) => self.sent(sent),
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
                 Err(_) if self.wire.is_closed() => return Poll::Ready(Err(Error::Ended)),

@@ -13,6 +13,8 @@
 
 use std::net::Ipv4Addr;
 
+use pepo_proto::Network;
+
 use crate::id::{Names, SandboxId, Slot, Tag, UidBlock};
 
 use super::policy::Cidr;
@@ -53,6 +55,18 @@ impl std::fmt::Display for Mac {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let [a, b, c, d, e, g] = self.0;
         write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+/// The guest's network, as it is told.
+pub fn guest_network(mtu: u32) -> Network {
+    let [a, b, c, d, e, f] = GATEWAY_MAC.0;
+    Network {
+        address: GUEST.to_bits(),
+        prefix: GUEST_PREFIX,
+        gateway: GATEWAY.to_bits(),
+        gateway_mac: u64::from_be_bytes([0, 0, a, b, c, d, e, f]),
+        mtu,
     }
 }
 
