@@ -1,6 +1,7 @@
 //! From a path to a row of the table. Only rows of tenants exist here; an operator's path is unknown like any other.
 
 use std::borrow::Cow;
+use std::sync::LazyLock;
 
 use http::Method;
 use pepo_api::{Audience, REST, ROUTES, Route, route};
@@ -22,19 +23,32 @@ pub enum Found {
     Nothing,
 }
 
+/// A row with its pattern cut at the slashes.
+struct Pattern {
+    row: &'static Route,
+    words: Vec<&'static str>,
+}
+
+/// The rows that exist here.
+static PATTERNS: LazyLock<Vec<Pattern>> = LazyLock::new(|| {
+    let here = |row: &&Route| matches!(row.audience, Audience::Tenant | Audience::Anyone);
+    ROUTES.iter().filter(here).map(|row| Pattern { row, words: row.path.split('/').collect() }).collect()
+});
+
 /// Finds the row of a method and a path as sent. Where a word and a parameter both fit, the word wins.
 pub fn find(method: &Method, path: &str) -> Found {
     if path.len() > LONGEST {
         return Found::Nothing;
     }
+    let given: Vec<&str> = path.split('/').collect();
     let mut best: Option<(usize, &'static Route)> = None;
     let mut methods = Vec::new();
-    for row in ROUTES.iter().filter(|row| matches!(row.audience, Audience::Tenant | Audience::Anyone)) {
-        let Some(words) = fits(row, path) else { continue };
-        if row.method != method {
-            methods.push(row.method);
+    for pattern in PATTERNS.iter() {
+        let Some(words) = pattern.fits(&given) else { continue };
+        if pattern.row.method != method {
+            methods.push(pattern.row.method);
         } else if best.is_none_or(|(most, _)| words > most) {
-            best = Some((words, row));
+            best = Some((words, pattern.row));
         }
     }
     match best {
@@ -47,28 +61,26 @@ pub fn find(method: &Method, path: &str) -> Found {
     }
 }
 
-/// How many segments are words of the row's pattern rather than parameters, if the path fits it.
-fn fits(row: &Route, path: &str) -> Option<usize> {
-    let mut words = 0;
-    let mut given = path.split('/');
-    for wanted in row.path.split('/') {
-        if wanted == REST {
-            // What is a guest's to read is its own, but for what readers on the way there might take for another path.
-            let rest = given.next()?;
-            return (!dotted(rest) && !given.any(dotted)).then_some(words);
-        }
-        let segment = given.next()?;
-        if wanted.starts_with('{') {
-            if !plain(segment) {
-                return None;
-            }
-        } else if wanted == segment {
-            words += 1;
-        } else {
+impl Pattern {
+    /// How many segments of a path are words of the pattern rather than parameters, if it fits.
+    fn fits(&self, given: &[&str]) -> Option<usize> {
+        let takes_rest = self.words.last() == Some(&REST);
+        let wanted = &self.words[..self.words.len() - usize::from(takes_rest)];
+        let (segments, rest) = given.split_at_checked(wanted.len())?;
+        if rest.is_empty() == takes_rest {
             return None;
         }
+        // Words first: most rows differ in one, and parameters are looked at letter by letter.
+        let is_word = |wanted: &str| !wanted.starts_with('{');
+        let pairs = || wanted.iter().zip(segments);
+        if pairs().any(|(wanted, segment)| is_word(wanted) && wanted != segment) {
+            return None;
+        }
+        let parameters_are_plain = pairs().all(|(wanted, segment)| is_word(wanted) || plain(segment));
+        // What is a guest's to read is its own, but for what readers on the way there might take for another path.
+        let fits = parameters_are_plain && !rest.iter().any(|segment| dotted(segment));
+        fits.then(|| wanted.iter().filter(|wanted| is_word(wanted)).count())
     }
-    given.next().is_none().then_some(words)
 }
 
 /// The longest path.

@@ -187,11 +187,16 @@ async fn become_it(
     activation: Activate,
     mounts: Vec<Mount>,
 ) -> Result<Vec<Keeper>, Box<dyn std::error::Error + Send + Sync>> {
-    guest.activate(activation).await?;
-    let mut servers = Vec::with_capacity(mounts.len());
-    for mount in mounts {
-        servers.push(stand(claim, guest, mount).await?);
-    }
+    let activated = async { Ok(guest.activate(activation).await?) };
+    let stood = async {
+        let mut servers = Vec::with_capacity(mounts.len());
+        for mount in mounts {
+            servers.push(stand(claim, guest, mount).await?);
+        }
+        Ok::<_, Box<dyn std::error::Error + Send + Sync>>(servers)
+    };
+    // At once: most of a mount is the host's to do, most of the rest the guest's.
+    let ((), servers) = tokio::try_join!(activated, stood)?;
     Ok(servers)
 }
 
@@ -204,13 +209,16 @@ async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, Mou
         .map_err(|error| MountError::Random(error.into()))?;
     let proof: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let share = Share { path: path.clone(), read_only: access == Access::ReadOnly };
+    let began = Instant::now();
     let stream = guest.share(share).await.map_err(told)?;
+    let mounted = began.elapsed();
     let plan = SharePlan { volume, access, cache, proof: proof.clone() };
     let server = claim
         .host()
         .share(claim.id(), plan, stream)
         .await
         .map_err(|source| MountError::Host { path: path.clone(), source })?;
+    let served = began.elapsed();
     let read = pepo_proto::Read {
         path: format!("{}/{}", path.trim_end_matches('/'), PROOF.to_string_lossy()),
         offset: 0,
@@ -225,6 +233,7 @@ async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, Mou
             break;
         }
     }
+    tracing::debug!(sandbox = %claim.id(), ?mounted, ?served, proved = ?began.elapsed(), path, "a tree stands");
     if said == proof.as_bytes() { Ok(server) } else { Err(MountError::Unproved { path }) }
 }
 

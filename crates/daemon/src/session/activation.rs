@@ -97,18 +97,13 @@ async fn attempt(
     let failed = |error: &dyn std::error::Error| Cause::told(Reason::SetupFailed, chain(error));
     let inner = &sessions.0;
     let spec = session.now().spec;
-    let mut mounts = match &spec.workspace {
-        Some(used) => {
-            tokio::select! {
-                biased;
-                () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its Workspace was in use")),
-                attached = inner.workspaces.attach(tenure.sandbox, used) => attached.map_err(|error| failed(&error))?,
-            }
-            vec![inner.workspaces.mount(session.app(), used).await.map_err(|error| failed(&error))?]
+    if let Some(used) = &spec.workspace {
+        tokio::select! {
+            biased;
+            () = cancel.cancelled() => return Err(Cause::told(Reason::SetupFailed, "its Workspace was in use")),
+            attached = inner.workspaces.attach(tenure.sandbox, used) => attached.map_err(|error| failed(&error))?,
         }
-        None => Vec::new(),
-    };
-    mounts.extend(inner.workspaces.mount_lent(&spec.volumes));
+    }
     let (warm, committed, has_waited) = match from {
         From::Warm { warm, committed } => (warm, committed, true),
         From::Files { files, shape } => {
@@ -140,10 +135,19 @@ async fn attempt(
         }
         Ok::<(), Cause>(())
     };
-    // What is gathered is done when either fails: none of it is cut off half-way.
-    let (claimed, gathered) = tokio::join!(claimed, gather(sessions, session, &warm, has_waited));
-    let (activate, policy) = match claimed.and(gathered) {
-        Ok(gathered) => gathered,
+    let mounts = async {
+        let mut mounts = Vec::new();
+        if let Some(used) = &spec.workspace {
+            mounts.push(inner.workspaces.mount(session.app(), used).await.map_err(|error| failed(&error))?);
+        }
+        mounts.extend(inner.workspaces.mount_lent(&spec.volumes));
+        Ok(mounts)
+    };
+    // Each is done when another fails: none is cut off half-way.
+    let (claimed, mounts, gathered) = tokio::join!(claimed, mounts, gather(sessions, session, &warm, has_waited));
+    let all = claimed.and(mounts).and_then(|mounts| gathered.map(|(activate, policy)| (activate, policy, mounts)));
+    let (activate, policy, mounts) = match all {
+        Ok(all) => all,
         Err(cause) => {
             if let Err(error) = warm.release().await {
                 tracing::error!(sandbox = %id, %error, "not everything was given back");
