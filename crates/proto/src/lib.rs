@@ -13,7 +13,8 @@
 //! refusal  `End(Failed)` may come in place of Accepted: nothing was started
 //! bytes    Read, TarOut and Dial send `Eof` on Out before `End(Done)`: bytes without it are not whole; every channel of
 //!          an operation counts its offsets from 0 (also a Read that begins inside its file), an Attach from `from`
-//! pace     a guest that is asked to tells what it took (`Event::Taken`); the host then has at most WINDOW bytes under way
+//! pace     a guest that is asked to tells what it took (`Event::Taken`), first before Accepted; the host then has at most
+//!          WINDOW bytes under way
 //! once     Started, Stat (of Read and Stat), Hello and Stats come once; Input comes first where an Attach has input
 //! ```
 

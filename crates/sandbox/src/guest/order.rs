@@ -8,6 +8,7 @@
 //! Asked --Accepted--> Running --(Data | Eof | Gap | Event)*--> Running --End--> Ended
 //!   '--End(Failed)------------------------------------------------------------> Ended    (refused, nothing was started)
 //! ```
+//! Where the request asked for it, what was taken is told at any time before the end.
 
 use bytes::BytesMut;
 use pepo_proto::{Channel, Error, Event, Frame, Frames, Operation, Outcome, Request};
