@@ -289,6 +289,24 @@ pub struct Exec {
     pub limits: Option<Limits>,
 }
 
+impl Exec {
+    /// A program and its arguments, and nothing else said: as the default user, without input, for as long as it takes.
+    pub fn new<A: Into<String>>(argv: impl IntoIterator<Item = A>) -> Self {
+        Exec {
+            argv: argv.into_iter().map(Into::into).collect(),
+            env: Vec::new(),
+            cwd: None,
+            user: None,
+            stdin: false,
+            pty: None,
+            timeout_ms: 0,
+            detached: false,
+            shell: None,
+            limits: None,
+        }
+    }
+}
+
 /// What the processes of an Exec may have together; what is absent is not limited beyond the guest's own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Encode, Decode)]
 pub struct Limits {

@@ -142,18 +142,7 @@ fn the_longest_frame_passes_and_one_byte_more_does_not() {
 
 #[test]
 fn a_message_of_ours_that_fits_no_frame_is_refused_and_leaves_nothing_behind() {
-    let exec = pepo_proto::Exec {
-        argv: vec!["x".repeat(MAX_BODY)],
-        env: vec![],
-        cwd: None,
-        user: None,
-        stdin: false,
-        pty: None,
-        timeout_ms: 0,
-        detached: false,
-        shell: None,
-        limits: None,
-    };
+    let exec = pepo_proto::Exec::new(["x".repeat(MAX_BODY)]);
     let mut bytes = BytesMut::new();
     let request = Frame::Request(Request { op: OpId([0; 16]), operation: Operation::Exec(exec), paced: None });
     assert!(matches!(Frames::new().encode(request, &mut bytes), Err(Error::TooLarge { what: "request", .. })));

@@ -93,18 +93,7 @@ fn activation() -> Activate {
 }
 
 fn exec(argv: &[&str]) -> Exec {
-    Exec {
-        argv: argv.iter().map(|word| (*word).to_owned()).collect(),
-        env: Vec::new(),
-        cwd: Some("/".into()),
-        user: None,
-        stdin: false,
-        pty: None,
-        timeout_ms: 0,
-        detached: true,
-        shell: None,
-        limits: None,
-    }
+    Exec { cwd: Some("/".into()), detached: true, ..Exec::new(argv.iter().copied()) }
 }
 
 #[tokio::main(flavor = "multi_thread", worker_threads = 2)]

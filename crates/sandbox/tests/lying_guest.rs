@@ -500,6 +500,44 @@ async fn no_more_is_under_way_than_a_guest_has_room_for() {
 }
 
 #[tokio::test]
+async fn a_sender_that_waits_keeps_some_of_what_comes_and_loses_none() {
+    const FRAMES: u64 = 40;
+    let go = Arc::new(tokio::sync::Notify::new());
+    let wait = go.clone();
+    let (guest, _directory) = guest(PATIENT, move |mut end| {
+        let go = wait.clone();
+        async move {
+            end.request().await;
+            let said = (0..FRAMES).map(|n| data(Channel::Out, n, b"x"));
+            let said: Vec<Frame> = [taken(0), ACCEPTED, started()].into_iter().chain(said).collect();
+            end.say(&said).await;
+            go.notified().await;
+            end.say(&[taken(1000)]).await;
+            end.closed().await;
+        }
+    });
+    let mut exec = guest.exec(OP, program(true, None)).await.unwrap();
+    let mut stdin = exec.take_input().unwrap();
+    // With the request and the heads of frames it is more than may be under way: the sender waits, and reads meanwhile.
+    let sending = tokio::spawn(async move { stdin.send(0, Bytes::from(vec![1; WINDOW as usize])).await });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    assert!(!sending.is_finished(), "more than there is room for was sent");
+    let mut next = 0;
+    let reading = async {
+        assert!(matches!(exec.next().await, Some(Ok(Output::Started { .. }))));
+        while next < FRAMES {
+            let output = exec.next().await;
+            assert!(matches!(output, Some(Ok(Output::Data { offset, .. })) if offset == next), "{output:?} at {next}");
+            next += 1;
+        }
+    };
+    tokio::time::timeout(AT_MOST, reading).await.unwrap();
+    assert!(!sending.is_finished());
+    go.notify_one();
+    tokio::time::timeout(AT_MOST, sending).await.unwrap().unwrap().unwrap();
+}
+
+#[tokio::test]
 async fn a_guest_that_lies_about_what_it_took_is_not_believed() {
     let outputs = |said: Vec<Frame>| run(program(true, None), said);
     assert!(outputs(vec![taken(1), ACCEPTED, taken(2), started(), exited()]).await.is_ok());

@@ -98,16 +98,10 @@ async fn compare(guest: &guest::Guest) -> Result<f64, String> {
 
 async fn spin(guest: &guest::Guest) -> Result<Duration, String> {
     let exec = Exec {
-        argv: vec![AGENT.to_owned(), "--spin".to_owned(), measure::ROUNDS.to_string()],
-        env: Vec::new(),
         cwd: Some("/".to_owned()),
         user: Some("root".to_owned()),
-        stdin: false,
-        pty: None,
         timeout_ms: WITHIN.as_millis() as u64,
-        detached: false,
-        shell: None,
-        limits: None,
+        ..Exec::new([AGENT.to_owned(), "--spin".to_owned(), measure::ROUNDS.to_string()])
     };
     let mut running = guest.exec(OpId(uuid::Uuid::now_v7().into_bytes()), exec).await.map_err(|error| chain(&error))?;
     let mut text = Vec::new();

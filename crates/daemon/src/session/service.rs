@@ -249,18 +249,7 @@ impl Keeper {
     }
 
     async fn start(&self) -> Result<Arc<Command>, Error> {
-        let exec = proto::Exec {
-            argv: vec!["/bin/bash".into(), "-c".into(), self.spec.command.clone()],
-            env: Vec::new(),
-            cwd: None,
-            user: None,
-            stdin: false,
-            pty: None,
-            timeout_ms: 0,
-            detached: true,
-            shell: None,
-            limits: None,
-        };
+        let exec = proto::Exec { detached: true, ..proto::Exec::new(["/bin/bash", "-c", self.spec.command.as_str()]) };
         let spec = CommandSpec {
             argv: vec![self.spec.command.clone()],
             shell: None,

@@ -69,16 +69,9 @@ pub(super) async fn run(
 
 async fn follow(session: &Session, setup: &Setup, serving: Serving, tail: &mut Tail) -> Result<CommandEnd, Error> {
     let exec = proto::Exec {
-        argv: vec!["/bin/bash".into(), "-c".into(), setup.command.clone()],
-        env: Vec::new(),
-        cwd: None,
-        user: None,
-        stdin: false,
-        pty: None,
         timeout_ms: setup.timeout_seconds() * 1000,
         detached: true,
-        shell: None,
-        limits: None,
+        ..proto::Exec::new(["/bin/bash", "-c", setup.command.as_str()])
     };
     let spec = CommandSpec {
         argv: vec![setup.command.clone()],

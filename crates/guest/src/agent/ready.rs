@@ -72,18 +72,7 @@ impl Agent {
         let (kind, flags) = (SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
         let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, flags, None)?;
         let (stream, mut host) = (Stream::new(ours)?, Stream::new(theirs)?);
-        let exec = Exec {
-            argv: ["bash", "-c", "exec true"].map(str::to_owned).to_vec(),
-            env: vec![],
-            cwd: None,
-            user: None,
-            stdin: false,
-            pty: None,
-            timeout_ms: 0,
-            detached: false,
-            shell: None,
-            limits: None,
-        };
+        let exec = Exec::new(["bash", "-c", "exec true"]);
         let running = spawn_local(self.clone().run(stream, REHEARSAL, exec));
         while let Ok(Some(frame)) = host.receive().await {
             if matches!(frame, Frame::End(_)) {

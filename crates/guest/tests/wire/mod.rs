@@ -37,18 +37,7 @@ pub fn new_op() -> OpId {
 }
 
 pub fn program(argv: &[&str]) -> Exec {
-    Exec {
-        argv: argv.iter().map(|word| (*word).to_owned()).collect(),
-        env: vec![],
-        cwd: None,
-        user: None,
-        stdin: false,
-        pty: None,
-        timeout_ms: 0,
-        detached: false,
-        shell: None,
-        limits: None,
-    }
+    Exec::new(argv.iter().copied())
 }
 
 pub fn sh(line: &str) -> Exec {

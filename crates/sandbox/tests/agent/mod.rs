@@ -102,18 +102,7 @@ pub fn op() -> OpId {
 
 /// A program and its arguments.
 pub fn argv<const N: usize>(argv: [&str; N]) -> proto::Exec {
-    proto::Exec {
-        argv: argv.map(str::to_owned).to_vec(),
-        env: vec![],
-        cwd: None,
-        user: None,
-        stdin: false,
-        pty: None,
-        timeout_ms: 0,
-        detached: false,
-        shell: None,
-        limits: None,
-    }
+    proto::Exec::new(argv)
 }
 
 /// A line for sh.

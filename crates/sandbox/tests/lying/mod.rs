@@ -103,18 +103,7 @@ pub fn parrot(deadlines: Deadlines, frames: Vec<Frame>) -> (Guest, tempfile::Tem
 }
 
 pub fn program(stdin: bool, pty: Option<PtySize>) -> proto::Exec {
-    proto::Exec {
-        argv: vec!["true".into()],
-        env: vec![],
-        cwd: None,
-        user: None,
-        stdin,
-        pty,
-        timeout_ms: 0,
-        detached: false,
-        shell: None,
-        limits: None,
-    }
+    proto::Exec { stdin, pty, ..proto::Exec::new(["true"]) }
 }
 
 pub const OP: OpId = OpId([7; 16]);

@@ -122,18 +122,7 @@ fn op() -> OpId {
 }
 
 fn exec(argv: &[&str]) -> Exec {
-    Exec {
-        argv: argv.iter().map(|word| (*word).to_owned()).collect(),
-        env: Vec::new(),
-        cwd: Some("/".into()),
-        user: Some("root".into()),
-        stdin: false,
-        pty: None,
-        timeout_ms: 0,
-        detached: false,
-        shell: None,
-        limits: None,
-    }
+    Exec { cwd: Some("/".into()), user: Some("root".into()), ..Exec::new(argv.iter().copied()) }
 }
 
 /// A state directory that is gone afterwards.
