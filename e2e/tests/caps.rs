@@ -72,6 +72,13 @@ fn oom_score(pid: i32) -> i32 {
     read(Path::new(&format!("/proc/{pid}/oom_score_adj"))).parse().expect("a number")
 }
 
+/// What its main thread is to whoever wants a processor.
+fn nice(pid: i32) -> i32 {
+    let stat = read(Path::new(&format!("/proc/{pid}/stat")));
+    let fields = stat.rsplit_once(") ").expect("a name").1;
+    fields.split(' ').nth(16).and_then(|word| word.parse().ok()).expect("a number")
+}
+
 async fn run(client: &Client, session: &str, line: &str) -> Output {
     let command = CreateCommand { command: Some(line.into()), wait_seconds: Some(120), ..Default::default() };
     client.command_create(session, &command).await.expect("command")
@@ -119,11 +126,13 @@ async fn the_kernel_holds_what_a_sandbox_may_use() {
         for controller in ["memory", "cpu", "pids"] {
             assert_eq!(group(*pid, controller), group(vmm, controller), "{pid} is elsewhere");
         }
-        assert_eq!(oom_score(*pid), 500, "{}", read(Path::new(&format!("/proc/{pid}/comm"))));
+        let name = read(Path::new(&format!("/proc/{pid}/comm")));
+        assert_eq!((oom_score(*pid), nice(*pid)), (500, 0), "{name}");
     }
     for name in ["pepod", "pepo-host", "pepo-edge"] {
         for pid in instance.pids(name) {
             assert!(oom_score(pid) <= 0, "{name} is taken as soon as a Sandbox");
+            assert!(nice(pid) < 0, "{name} waits for processors as a Sandbox does");
             assert_ne!(group(pid, "memory").0, memory_group, "{name} is in a Sandbox's cgroup");
         }
     }

@@ -391,5 +391,8 @@ async fn a_directory_of_the_host_is_served_with_its_lenders_rights_and_no_other(
         assert_eq!(ran.code(), Some(125), "{}: {ran}", closed.display());
         assert!(ran.err().contains(&closed.display().to_string()), "{ran}");
     }
+    // A place in the guest that cannot be made is told: nobody waits for a server whose stream never comes.
+    let ran = run(format!("{}:/etc/hostname/below", home.display()), "true");
+    assert!(ran.code() == Some(125) && ran.err().contains("make /etc/hostname/below"), "{ran}");
     up.end().await;
 }

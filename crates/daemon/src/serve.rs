@@ -23,6 +23,11 @@ const MKFS: [&str; 3] = ["/usr/sbin/mkfs.ext4", "/sbin/mkfs.ext4", "/usr/bin/mkf
 /// What we are to the kernel's killer, and the privileged side with us.
 const OOM_SCORE: &str = "-500";
 
+/// What we are to whoever wants a processor, and the privileged side with us: about nine times the weight of a Sandbox with
+/// one processor (the kernel's `sched_prio_to_weight`: 9548 against a cgroup's 1024). Under systemd the unit's own leaf weighs
+/// more; elsewhere this is all that keeps time for us. What is started for a Sandbox gives it back.
+const NICE: i32 = -10;
+
 /// What the command line says of serving.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Flags {
@@ -41,6 +46,9 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
     // Everything of a Sandbox is marked to go first; a container that lacks the right leaves it at that.
     if let Err(error) = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE) {
         tracing::debug!(%error, "not protected from the kernel's killer");
+    }
+    if let Err(error) = rustix::process::setpriority_process(None, NICE) {
+        tracing::debug!(%error, "no precedence over Sandboxes");
     }
     // A pipe that nobody reads must not end us, and a name in `ps` must be ours.
     rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o022));

@@ -21,6 +21,9 @@ use pepo_edge::{handler, port, rights, server};
 use tokio::io::AsyncReadExt;
 use tokio::signal::unix::{SignalKind, signal};
 
+/// What we are to whoever wants a processor: before the Sandboxes, after pepod.
+const NICE: i32 = -5;
+
 fn main() -> ExitCode {
     match run() {
         Ok(()) => ExitCode::SUCCESS,
@@ -62,6 +65,10 @@ fn run() -> anyhow::Result<()> {
     let url = format!("{scheme}://{}", listener.local_addr()?);
     if let Some(path) = &config.url_file {
         std::fs::write(path, format!("{url}\n")).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    if matches!(config.lifeline, Lifeline::StandardInput) {
+        // Started by `pepo up`: nobody else keeps processor time for us. A unit of systemd's has its weight.
+        let _ = rustix::process::setpriority_process(None, NICE);
     }
     rights::drop_all(rights::USER)?;
 

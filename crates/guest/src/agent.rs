@@ -498,27 +498,16 @@ impl Agent {
         drop(named);
     }
 
-    /// Mounts a tree of the host's; its stream is the kernel's from then on, and no longer one of ours.
+    /// Mounts a tree of the host's.
     async fn share(self: Rc<Self>, mut stream: Stream, wanted: Share) {
         if !self.is_guest() {
             return stream.end(failed(FailureCode::Invalid, "only a guest can mount a tree")).await;
         }
         self.settle().await;
         let path = wanted.path.clone();
-        let mounted = spawn_blocking(move || share::mount_tree(&wanted)).await;
-        let mounted = mounted.unwrap_or_else(|_| Err(failed(FailureCode::Io, "the tree was not mounted")));
-        let fuse = match mounted {
-            Ok(fuse) => fuse,
-            Err(outcome) => return stream.end(outcome).await,
-        };
-        if stream.send(Frame::Accepted).await.is_err() {
-            return;
+        if mount(stream, wanted).await {
+            self.place.borrow_mut().get_or_insert(path);
         }
-        self.place.borrow_mut().get_or_insert(path);
-        let (socket, input, _) = stream.into_parts();
-        let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
-        // Without a thread both ends close here, which the host sees.
-        drop(pumping.spawn(move || share::pump(fuse, socket, input)));
     }
 
     /// An operation on files, on a thread. Cancelling it closes the stream.
@@ -644,6 +633,26 @@ impl Agent {
         }
         Ok(())
     }
+}
+
+/// Mounts a tree; its stream is the kernel's from then on, and no longer one of ours. Whether it stands.
+async fn mount(mut stream: Stream, wanted: Share) -> bool {
+    let mounted = spawn_blocking(move || share::mount_tree(&wanted)).await;
+    let mounted = mounted.unwrap_or_else(|_| Err(failed(FailureCode::Io, "the tree was not mounted")));
+    let fuse = match mounted {
+        Ok(fuse) => fuse,
+        Err(outcome) => {
+            stream.end(outcome).await;
+            return false;
+        }
+    };
+    if stream.send(Frame::Accepted).await.is_err() {
+        return false;
+    }
+    let (socket, input, _) = stream.into_parts();
+    let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
+    // Without a thread both ends close here, which the host sees.
+    pumping.spawn(move || share::pump(fuse, socket, input)).is_ok()
 }
 
 fn not_a_user(error: crate::user::Error) -> Outcome {

@@ -15,6 +15,7 @@ mod init;
 mod input;
 mod mount;
 mod net;
+mod rehearsal;
 mod ring;
 mod share;
 mod shell;

@@ -30,16 +30,16 @@ use crate::stream::{MAX_WRITE, failed};
 use crate::user::User;
 
 /// The longest message: what the kernel sends and takes at the most.
-const MESSAGE: usize = (1 << 20) + 4096;
+pub const MESSAGE: usize = (1 << 20) + 4096;
 
 /// Bytes before an answer's own.
-const ANSWER_HEAD: usize = 16;
+pub const ANSWER_HEAD: usize = 16;
 
 /// Bytes before a request's own.
-const REQUEST_HEAD: usize = 40;
+pub const REQUEST_HEAD: usize = 40;
 
 /// The operation that says that somebody is here.
-const HERE: u32 = u32::MAX;
+pub const HERE: u32 = u32::MAX;
 
 /// Mounts the tree. The kernel's side of it is the descriptor; nothing is asked of the host before it is read.
 ///

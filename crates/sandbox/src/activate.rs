@@ -11,14 +11,14 @@ use pepo_proto::{Activate, Network, Share};
 use tokio_util::sync::CancellationToken;
 
 use crate::boot::{self, Claim, Error, Step, Steps, Warm};
-use crate::guest::Guest;
+use crate::guest::{self, Guest};
 use crate::host::{self, Evidence, Host, Keeper};
 use crate::id::{SandboxId, VolumeId};
 use crate::jail::Access;
 use crate::keeper::{ExitRecord, Left, Shutdown};
 use crate::net::{Policy, address};
 use crate::plan::Plan;
-use crate::share::{Cache, PROOF, SharePlan};
+use crate::share::{Cache, Handing, PROOF, SharePlan};
 
 /// How long a guest may take to become this Sandbox.
 const ACTIVATE_WITHIN: Duration = Duration::from_secs(30);
@@ -171,9 +171,11 @@ pub struct Mount {
 #[derive(Debug, thiserror::Error)]
 enum MountError {
     #[error("mount {path}")]
-    Guest { path: String, source: crate::guest::Error },
+    Guest { path: String, source: guest::Error },
     #[error("serve {path}")]
     Host { path: String, source: host::Error },
+    #[error("make a way to the server")]
+    Hatch(#[source] std::io::Error),
     #[error("no random bytes")]
     Random(#[source] std::io::Error),
     #[error("what is at {path} in the guest is not the tree that was to be there")]
@@ -210,31 +212,43 @@ async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, Mou
     let proof: String = random.iter().map(|byte| format!("{byte:02x}")).collect();
     let share = Share { path: path.clone(), read_only: access == Access::ReadOnly };
     let began = Instant::now();
-    let stream = guest.share(share).await.map_err(told)?;
-    let mounted = began.elapsed();
-    let plan = SharePlan { volume, access, cache, proof: proof.clone() };
-    let server = claim
-        .host()
-        .share(claim.id(), plan, stream)
-        .await
-        .map_err(|source| MountError::Host { path: path.clone(), source })?;
-    let served = began.elapsed();
+    let (hand, hatch) = Handing::new().map_err(MountError::Hatch)?;
+    // The server goes into its jail while the guest mounts, and the guest waits in its read until it is served.
+    let mounted = async {
+        let stream = guest.share(share).await.map_err(told)?;
+        let mounted = began.elapsed();
+        // A server that is gone, or does not get it, says so itself.
+        let _ = hand.hand(&stream);
+        drop(stream);
+        Ok((said(guest, &path).await.map_err(told)?, mounted))
+    };
+    let served = async {
+        let plan = SharePlan { volume, access, cache, proof: proof.clone() };
+        let served = claim.host().share(claim.id(), plan, hatch).await;
+        served.map(|server| (server, began.elapsed())).map_err(|source| MountError::Host { path: path.clone(), source })
+    };
+    let ((said, mounted), (server, served)) = tokio::try_join!(mounted, served)?;
+    tracing::debug!(sandbox = %claim.id(), ?mounted, ?served, proved = ?began.elapsed(), path, "a tree stands");
+    if said == proof.as_bytes() { Ok(server) } else { Err(MountError::Unproved { path }) }
+}
+
+/// What the file says that proves the mount at this path.
+async fn said(guest: &Guest, path: &str) -> Result<Vec<u8>, guest::Error> {
     let read = pepo_proto::Read {
         path: format!("{}/{}", path.trim_end_matches('/'), PROOF.to_string_lossy()),
         offset: 0,
         length: Some(256),
         user: Some("0".to_owned()),
     };
-    let (_, mut download) = guest.read(read).await.map_err(told)?;
+    let (_, mut download) = guest.read(read).await?;
     let mut said = Vec::new();
     while let Some(bytes) = download.next().await {
-        said.extend_from_slice(&bytes.map_err(told)?);
+        said.extend_from_slice(&bytes?);
         if said.len() > 256 {
             break;
         }
     }
-    tracing::debug!(sandbox = %claim.id(), ?mounted, ?served, proved = ?began.elapsed(), path, "a tree stands");
-    if said == proof.as_bytes() { Ok(server) } else { Err(MountError::Unproved { path }) }
+    Ok(said)
 }
 
 /// A Sandbox that serves.

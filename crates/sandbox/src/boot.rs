@@ -275,8 +275,8 @@ impl Prepared {
 /// What a guest's interface has before its slot is asked (the kernel's `ETH_DATA_LEN`).
 const ETHERNET_MTU: u32 = 1500;
 
-/// Streams of a guest that waits: one for Activate, one for the first command.
-const POISED: usize = 2;
+/// Streams of a guest that waits: for Activate, a mount, its proof, and the first command.
+const POISED: usize = 4;
 
 /// How long between two tries to reach a guest that does not answer yet.
 const KNOCK: Duration = Duration::from_millis(20);

@@ -16,12 +16,17 @@ use crate::id::UidBlock;
 /// it, the VMM, first.
 pub const OOM_SCORE: i16 = 500;
 
-/// Makes this process, and what it starts, one that the kernel's killer takes before the host's own.
+/// Makes this process, and what it starts, one that the kernel's killer takes before the host's own, and that has none of
+/// the precedence for processors which the privileged side has and would pass on.
 ///
 /// # Errors
 /// The kernel refuses.
-pub fn yield_memory() -> io::Result<()> {
-    fs::write("/proc/self/oom_score_adj", OOM_SCORE.to_string())
+pub fn yield_to_host() -> io::Result<()> {
+    fs::write("/proc/self/oom_score_adj", OOM_SCORE.to_string())?;
+    if rustix::process::getpriority_process(None)? < 0 {
+        rustix::process::setpriority_process(None, 0)?;
+    }
+    Ok(())
 }
 
 /// What `/proc/<pid>/stat` and `status` say of a process.

@@ -8,10 +8,12 @@
 //! pepo-host (a thread)                       pepo-share
 //!   mounts the tree nowhere, by descriptor
 //!   setns(keeper), spawn ───────────────▶
-//!        ── Order + stream, tree, doors ──▶  cgroup, namespaces, root, user namespace
+//!        ── Order + hatch, tree, doors ───▶  cgroup, namespaces, root, user namespace
 //!        ◀─ Ready ────────────────────────
 //!   writes uid_map and gid_map
-//!        ── Mapped ───────────────────────▶  root of the namespace, few rights, filter
+//!        ── Mapped ───────────────────────▶  root of the namespace, few rights
+//! pepod, once the guest has mounted
+//!        ── the stream, by the hatch ─────▶  filter
 //!        ◀─ Serving ──────────────────────   serves, until the stream or the Sandbox ends
 //! ```
 //! Its end is the end of the Sandbox: a tree that is not served any more is never an empty directory.
@@ -103,7 +105,8 @@ pub struct ShareRecord {
     pub server: Option<(u32, u64)>,
 }
 
-/// What a share server is told, beside the descriptors: the stream, the tree's mount, then the cgroup's doors.
+/// What a share server is told, beside the descriptors: where its stream comes (a visit's: the stream itself), the tree's
+/// mount, then the cgroup's doors.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Order {
@@ -166,6 +169,35 @@ pub(crate) enum Said {
 /// The answer to [`Said::Ready`].
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Mapped {}
+
+/// What comes to a share server once the guest has mounted: the stream, beside this.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Handed {}
+
+/// Where a share server's stream is handed in. The server's way into its jail is longer than most: it is begun while the
+/// guest still mounts, and ends where nothing is handed in.
+#[derive(Debug)]
+pub struct Handing(OwnedFd);
+
+impl Handing {
+    /// The place, and the end that goes to [`crate::host::Host::share`].
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn new() -> io::Result<(Self, OwnedFd)> {
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (ours, theirs) = rustix::net::socketpair(AddressFamily::UNIX, kind, flags, None)?;
+        Ok((Handing(ours), theirs))
+    }
+
+    /// Hands the stream in.
+    ///
+    /// # Errors
+    /// The server is gone.
+    pub fn hand(self, stream: &OwnedFd) -> io::Result<()> {
+        wire::send(self.0.as_fd(), &Handed {}, &[stream.as_fd()])
+    }
+}
 
 /// A server that was started.
 #[derive(Debug)]

@@ -5,12 +5,14 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-use pepo_proto::{Exec, FailureCode, Frame, Network, OpId, Outcome, Ready};
+use pepo_proto::{Exec, FailureCode, Frame, Network, OpId, Operation, Outcome, Read, Ready, Share};
+use rustix::mount::{UnmountFlags, unmount};
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tokio::task::{spawn_blocking, spawn_local};
 use tokio::time::timeout;
 
 use super::{Agent, explain};
+use crate::rehearsal;
 use crate::spawn::Environment;
 use crate::stream::{Stream, failed};
 
@@ -22,6 +24,9 @@ const REHEARSALS: usize = 2;
 
 /// The rehearsal's name. Hosts name operations by UUIDs, of which this is none.
 const REHEARSAL: OpId = OpId([0; 16]);
+
+/// Where a mount is rehearsed.
+const STAGE: &str = "/run/pepo-rehearsal";
 
 impl Agent {
     /// Waits until PID 1 has made the machine ready for programs. One that takes too long is not waited for: what is
@@ -61,7 +66,12 @@ impl Agent {
         }
         for _ in 0..REHEARSALS {
             if self.activation.borrow().is_some() || self.rehearse().await.is_err() {
-                return;
+                break;
+            }
+        }
+        for _ in 0..REHEARSALS {
+            if self.activation.borrow().is_some() || self.rehearse_mount().await.is_err() {
+                break;
             }
         }
     }
@@ -69,19 +79,53 @@ impl Agent {
     /// Runs a program that does nothing, as a host would have it run. What every command needs is in memory afterwards,
     /// and translated where the processor is emulated.
     async fn rehearse(self: &Rc<Self>) -> io::Result<()> {
-        let (kind, flags) = (SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
-        let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, flags, None)?;
-        let (stream, mut host) = (Stream::new(ours)?, Stream::new(theirs)?);
+        let (stream, mut host) = pair()?;
         let exec = Exec::new(["bash", "-c", "exec true"]);
         let running = spawn_local(self.clone().run(stream, REHEARSAL, exec));
-        while let Ok(Some(frame)) = host.receive().await {
-            if matches!(frame, Frame::End(_)) {
-                break;
-            }
-        }
+        until_end(&mut host).await;
         drop(host);
         running.await?;
         self.forget(REHEARSAL);
         Ok(())
+    }
+
+    /// Mounts a tree, reads a file in it as a host does that wants to know whether it is its own, and lets it go.
+    async fn rehearse_mount(self: &Rc<Self>) -> io::Result<()> {
+        let (stream, mut host) = pair()?;
+        let wanted = Share { path: STAGE.to_owned(), read_only: true };
+        let mounting = spawn_local(super::mount(stream, wanted));
+        if !matches!(host.receive().await, Ok(Some(Frame::Accepted))) {
+            return Err(io::ErrorKind::Other.into());
+        }
+        mounting.await?;
+        let (theirs, _, _) = host.into_parts();
+        rustix::io::ioctl_fionbio(&theirs, false)?;
+        let serving = spawn_blocking(move || rehearsal::serve(&theirs));
+        let path = format!("{STAGE}/{}", rehearsal::FILE);
+        let read = Read { path, offset: 0, length: Some(256), user: Some("0".to_owned()) };
+        let (stream, mut host) = pair()?;
+        let reading = spawn_local(self.clone().other(stream, REHEARSAL, Operation::Read(read)));
+        until_end(&mut host).await;
+        drop(host);
+        reading.await?;
+        unmount(STAGE, UnmountFlags::DETACH)?;
+        // The mount's end is that of the stream.
+        let _ = serving.await?;
+        std::fs::remove_dir(STAGE)
+    }
+}
+
+/// A stream and its host's end.
+fn pair() -> io::Result<(Stream, Stream)> {
+    let (kind, flags) = (SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+    let (ours, theirs) = socketpair(AddressFamily::UNIX, kind, flags, None)?;
+    Ok((Stream::new(ours)?, Stream::new(theirs)?))
+}
+
+async fn until_end(host: &mut Stream) {
+    while let Ok(Some(frame)) = host.receive().await {
+        if matches!(frame, Frame::End(_)) {
+            break;
+        }
     }
 }

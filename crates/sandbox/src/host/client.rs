@@ -209,13 +209,13 @@ impl Host {
         }
     }
 
-    /// Serves a tree into a Sandbox's guest, on a stream that leads there; answered when it is served. The server's end is
-    /// the end of the tree.
+    /// Serves a tree into a Sandbox's guest, on the stream that is handed in at the other end of `hatch`
+    /// ([`crate::share::Handing`]); answered when it is served. The server's end is the end of the tree.
     ///
     /// # Errors
     /// [`Refusal::Volume`], [`Refusal::NotThere`], [`Refusal::Step`]; the Sandbox must be released then.
-    pub async fn share(&self, id: SandboxId, plan: SharePlan, stream: OwnedFd) -> Result<Keeper, Error> {
-        match self.ask_with("share", Request::Share { id, plan: Box::new(plan) }, vec![stream], SLOW).await? {
+    pub async fn share(&self, id: SandboxId, plan: SharePlan, hatch: OwnedFd) -> Result<Keeper, Error> {
+        match self.ask_with("share", Request::Share { id, plan: Box::new(plan) }, vec![hatch], SLOW).await? {
             (Reply::Done, fds) => Keeper::new("share", fds),
             _ => Err(Error::Confused { what: "share" }),
         }

@@ -242,12 +242,12 @@ impl Serve {
                 Ok((Reply::Plan { plan: Box::new(plan) }, processes))
             }
             Request::Share { id, plan } => {
-                let Some(stream) = fds.into_iter().next() else {
-                    return Err(Refusal::Invalid { reason: "a share needs a stream".to_owned() });
+                let Some(hatch) = fds.into_iter().next() else {
+                    return Err(Refusal::Invalid { reason: "a share needs a way for its stream".to_owned() });
                 };
                 let lane = self.lane(id);
                 let mut made = lock(&lane.turn);
-                self.work.share(id, &plan, stream, &lane, &mut made).map(|server| (Reply::Done, vec![server]))
+                self.work.share(id, &plan, hatch, &lane, &mut made).map(|server| (Reply::Done, vec![server]))
             }
             Request::Visit { plan } => {
                 let Some(stream) = fds.into_iter().next() else {

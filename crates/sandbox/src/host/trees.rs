@@ -68,12 +68,13 @@ impl Work {
         Ok(all.into_iter().any(|id| self.shares(id).iter().any(|record| record.volume == volume)))
     }
 
-    /// Starts a server of a tree for a running Sandbox, on a stream that leads into its guest. Its pidfd is the answer.
+    /// Starts a server of a tree for a running Sandbox, on the stream into its guest that comes to it by `hatch`. Its pidfd is
+    /// the answer.
     pub fn share(
         &self,
         id: SandboxId,
         plan: &SharePlan,
-        stream: OwnedFd,
+        hatch: OwnedFd,
         lane: &Lane,
         made: &mut Made,
     ) -> Result<OwnedFd, Refusal> {
@@ -117,10 +118,8 @@ impl Work {
         }
         write(&records)?;
         let fds: Vec<_> =
-            [stream.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
-        let pidfd =
-            server.serve(&order, &mounted.whose, &fds, &cancelled).map_err(|error| failed("serve the tree", error))?;
-        Ok(pidfd)
+            [hatch.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
+        server.serve(&order, &mounted.whose, &fds, &cancelled).map_err(|error| failed("serve the tree", error))
     }
 
     /// Starts a visit of a tree: one operation, asked on that stream, by a jailed process that ends with its answer.

@@ -65,7 +65,7 @@ pub(crate) enum Request {
     /// Whether that step of the guest's may go on (tests make it fail): `Done`.
     #[cfg(feature = "fake")]
     May { step: crate::boot::Step },
-    /// Serve a tree into its guest, on the stream that comes along: `Done` with the server's pidfd.
+    /// Serve a tree into its guest, on the stream that is handed in by what comes along: `Done` with the server's pidfd.
     Share { id: SandboxId, plan: Box<SharePlan> },
     /// Let one operation on a tree be asked on the stream that comes along: `Done`.
     Visit { plan: VisitPlan },

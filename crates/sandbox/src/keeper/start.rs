@@ -55,7 +55,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     let [kernel, initramfs, root, disk, keep, oom] = [next()?, next()?, next()?, next()?, next()?, next()?];
     const { assert!(FIXED_FDS == 6) }
     let tap = order.boot.interface.is_some().then(next).transpose()?;
-    proc::yield_memory().map_err(tried("be killed before the host's own"))?;
+    proc::yield_to_host().map_err(tried("come after the host's own"))?;
     join(fds, &order)?;
     namespaces()?;
     clock::measured(order.tsc_khz);

@@ -14,7 +14,7 @@ use super::nodes::Nodes;
 use super::serve::{self, Running};
 use super::tree::Tree;
 use super::visit::Visit;
-use super::{FIXED_FDS, Mapped, Order, Said, Task, filter};
+use super::{FIXED_FDS, Handed, Mapped, Order, Said, Task, filter};
 use crate::host::wire;
 use crate::id::process;
 use crate::volume::Lender;
@@ -83,9 +83,9 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     let (order, fds) = step("read the order", received.ok_or_else(gone))?;
     let mut fds = fds.into_iter();
     let mut next = || step("read the order", fds.next().ok_or_else(gone));
-    let [stream, tree] = [next()?, next()?];
+    let [way, tree] = [next()?, next()?];
     const { assert!(FIXED_FDS == 2) }
-    step("be killed before the host's own", proc::yield_memory())?;
+    step("come after the host's own", proc::yield_to_host())?;
     if let Task::Serve { cgroup, hierarchies, .. } = &order.task {
         join(cgroup, *hierarchies, fds)?;
     }
@@ -121,7 +121,7 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     let (cache, proof, nodes, io) = match task {
         Task::Serve { cache, proof, nodes, io, .. } => (cache, proof, nodes, io),
         Task::Visit { archive } => {
-            let visit = step("take the stream", Visit::new(root, stream, archive))?;
+            let visit = step("take the stream", Visit::new(root, way, archive))?;
             step("enter the system call filter", filter::enter())?;
             return Ok(Ready::Visiting(visit));
         }
@@ -132,6 +132,10 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     let whose = order.lender.map(|lender| (lender.uid, lender.gid));
     let tree = Tree::new(nodes, files, handles as usize, cache, proof.into_bytes(), whose);
     let bucket = io.map(Bucket::new);
+    let handed = step("wait for the stream", wire::receive::<Handed>(way.as_fd(), &mut Vec::new()))?;
+    let stream = handed.and_then(|(_, fds)| fds.into_iter().next());
+    let stream = step("wait for the stream", stream.ok_or_else(gone))?;
+    drop(way);
     let running = Running::begin(tree, stream, null, bucket, serve::PATIENCE, filter::enter);
     Ok(Ready::Serving(step("start threads under the system call filter", running)?))
 }

@@ -7,6 +7,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
+use hyper_util::rt::TokioIo;
 use pepo_api::client::Client;
 use pepo_api::{CreateCommand, CreateKey, StreamEvent, Text};
 use pepo_e2e::{Instance, Options, bare, until};
@@ -163,33 +164,52 @@ fn sockets(instance: &Instance, address: SocketAddr, path: &str, key: &str) -> R
 fn requests(edge: SocketAddr, path: &str, key: &str) -> Vec<Row> {
     let head = format!("GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n");
     let (body, _) = answer(&mut BufReader::new(ask(edge, &head)));
-    let bare = Bare::start(&body);
-    let (mut ours, mut reference) = (Load::default(), Load::default());
+    let body = String::from_utf8(body).expect("text");
+    let bare = Bare::start(&[BARE, &body]);
+    let folder = tempfile::tempdir().expect("directory");
+    let socket = folder.path().join("socket").to_str().expect("text").to_owned();
+    let _behind = Bare::start(&[BARE, &body, &socket]);
+    let proxy = Bare::start(&[PROXY, &socket]);
+    let (mut ours, mut reference, mut least) = (Load::default(), Load::default(), Load::default());
     for round in 0..4 {
-        let (one, two) = (load(bare.address, &head), load(edge, &head));
-        // The first warms both up.
+        let (one, two, three) = (load(bare.address(), &head), load(edge, &head), load(proxy.address(), &head));
+        // The first warms all up.
         if round > 0 {
             reference.add(one);
             ours.add(two);
+            least.add(three);
         }
     }
     println!(
-        "      GET: p50 {:.2} ms through the edge, {:.2} ms of a bare handler",
+        "      GET: p50 {:.2} ms through the edge, {:.2} ms of a bare handler, {:.2} ms of one behind a bare proxy",
         median(ours.times.clone()),
-        median(reference.times.clone())
+        median(reference.times.clone()),
+        median(least.times.clone())
     );
     vec![
         Row {
             what: format!("GET with a key through the edge, against a bare axum handler ({CALLERS} callers)"),
             ours: median(ours.rates),
             unit: "req/s",
-            goal: Goal::AtLeast { reference: median(reference.rates), ratio: 0.5 },
+            goal: Goal::AtLeast { reference: median(reference.rates.clone()), ratio: 0.5 },
         },
         Row {
             what: "the same, its 99th percentile".into(),
             ours: quantile(ours.times, 0.99),
             unit: "ms",
-            goal: Goal::AtMost { reference: quantile(reference.times, 0.99), ratio: 3.0 },
+            goal: Goal::AtMost { reference: quantile(reference.times.clone(), 0.99), ratio: 3.0 },
+        },
+        Row {
+            what: "a bare proxy of hyper before a bare handler on a Unix socket, against that handler alone".into(),
+            ours: median(least.rates),
+            unit: "req/s",
+            goal: Goal::Against { reference: median(reference.rates) },
+        },
+        Row {
+            what: "the same, its 99th percentile".into(),
+            ours: quantile(least.times, 0.99),
+            unit: "ms",
+            goal: Goal::Against { reference: quantile(reference.times, 0.99) },
         },
     ]
 }
@@ -264,27 +284,30 @@ fn load(address: SocketAddr, head: &str) -> Load {
     })
 }
 
-/// The reference, a process of its own as the edge is.
+/// A reference, a process of its own as the edge is.
 struct Bare {
     child: Child,
-    address: SocketAddr,
+    at: String,
 }
 
-/// The word that makes this program that reference.
+/// The word that makes this program a handler that answers one body: on TCP, or on the Unix socket named behind it.
 pub const BARE: &str = "--bare-handler";
 
+/// The word that makes this program a proxy before the Unix socket named behind it: what two hops cost that do nothing else.
+pub const PROXY: &str = "--bare-proxy";
+
 impl Bare {
-    fn start(body: &[u8]) -> Self {
+    fn start(words: &[&str]) -> Self {
         let own = std::env::current_exe().expect("own path");
-        let mut child = Command::new(own)
-            .args([BARE, std::str::from_utf8(body).expect("text")])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("reference");
+        let mut child =
+            Command::new(own).args(words).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("reference");
         let mut line = String::new();
         BufReader::new(child.stdout.take().expect("stdout")).read_line(&mut line).expect("address");
-        Bare { address: line.trim().parse().expect("address"), child }
+        Bare { at: line.trim().to_owned(), child }
+    }
+
+    fn address(&self) -> SocketAddr {
+        self.at.parse().expect("address")
     }
 }
 
@@ -295,18 +318,55 @@ impl Drop for Bare {
     }
 }
 
-/// Serves this body at every path until it is killed, and says where.
-pub fn bare_handler(body: String) {
+fn tcp() -> tokio::net::TcpListener {
     let listener = TcpListener::bind("127.0.0.1:0").expect("bind");
     println!("{}", listener.local_addr().expect("address"));
     listener.set_nonblocking(true).expect("nonblocking");
+    tokio::net::TcpListener::from_std(listener).expect("listener")
+}
+
+fn forever(work: impl Future<Output = ()>) {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
-    runtime.block_on(async {
-        let listener = tokio::net::TcpListener::from_std(listener).expect("listener");
-        let handler = move || {
-            let body = body.clone();
-            async move { ([("content-type", "application/json")], body) }
-        };
-        axum::serve(listener, axum::Router::new().fallback(axum::routing::get(handler))).await.expect("serve");
+    runtime.block_on(work);
+}
+
+/// Serves this body at every path until it is killed, and says where.
+pub fn bare_handler(body: String, socket: Option<&str>) {
+    let handler = move || {
+        let body = body.clone();
+        async move { ([("content-type", "application/json")], body) }
+    };
+    let router = axum::Router::new().fallback(axum::routing::get(handler));
+    forever(async {
+        match socket {
+            None => axum::serve(tcp(), router).await,
+            Some(path) => {
+                let listener = tokio::net::UnixListener::bind(path).expect("bind");
+                println!("{path}");
+                axum::serve(listener, router).await
+            }
+        }
+        .expect("serve");
+    });
+}
+
+/// Passes every request to that socket until it is killed, each caller's on a connection of their own, and says where.
+pub fn bare_proxy(socket: &str) {
+    forever(async {
+        let listener = tcp();
+        loop {
+            let (caller, _) = listener.accept().await.expect("accept");
+            caller.set_nodelay(true).expect("nodelay");
+            let upstream = tokio::net::UnixStream::connect(socket).await.expect("connect");
+            let (sender, connection) =
+                hyper::client::conn::http1::handshake(TokioIo::new(upstream)).await.expect("handshake");
+            tokio::spawn(connection);
+            let sender = std::sync::Arc::new(tokio::sync::Mutex::new(sender));
+            let pass = hyper::service::service_fn(move |request: hyper::Request<hyper::body::Incoming>| {
+                let sender = sender.clone();
+                async move { sender.lock().await.send_request(request).await }
+            });
+            tokio::spawn(hyper::server::conn::http1::Builder::new().serve_connection(TokioIo::new(caller), pass));
+        }
     });
 }

@@ -41,15 +41,18 @@ const GROUPS: &[(&str, Measure)] = &[
     ("many", Measure::Alone(many::many)),
     ("neighbours", Measure::Alone(neighbours::neighbours)),
     ("network", Measure::Alone(network::network)),
+    ("attach", Measure::Alone(workspace::attach)),
     ("workspace", Measure::Alone(workspace::workspace)),
 ];
 
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.
 fn main() -> ExitCode {
     let only: Vec<String> = std::env::args().skip(1).collect();
-    if let [edge::BARE, body] = only.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        edge::bare_handler(body.to_owned());
-        return ExitCode::SUCCESS;
+    match only.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        [edge::BARE, body] => edge::bare_handler(body.to_owned(), None),
+        [edge::BARE, body, socket] => edge::bare_handler(body.to_owned(), Some(socket)),
+        [edge::PROXY, socket] => edge::bare_proxy(socket),
+        _ => {}
     }
     for name in &only {
         let known: Vec<&str> = GROUPS.iter().map(|(name, _)| *name).collect();

@@ -5,10 +5,10 @@ use pepo_e2e::neighbours::{HOSTILE, Hostile, Neighbourhood};
 use crate::table::{Goal, Row, median};
 
 /// Turns of alone and beside, of which the middle of all looks counts.
-const ROUNDS: usize = 3;
+const ROUNDS: usize = 6;
 
 /// Looks in each half of a turn.
-const LOOKS: usize = 15;
+const LOOKS: usize = 8;
 
 /// How long a neighbour gets before it is looked at what it costs.
 const UNDER_WAY: std::time::Duration = std::time::Duration::from_secs(2);
