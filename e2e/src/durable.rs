@@ -285,6 +285,7 @@ pub async fn server_memory(count: usize) -> (u64, u64) {
     let up = Up::start();
     let workspace = up.workspace(CreateWorkspace { name: Some("many".into()), ..Default::default() }).await;
     let session = up.with(&workspace).await;
+    up.ok(&session, "true").await;
     let [server] = up.instance.pids("pepo-share")[..] else { panic!("one server") };
     let idle = resident(server);
     up.client.workspace_import("many", body_from(files(count))).await.expect("import");

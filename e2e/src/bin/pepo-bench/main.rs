@@ -42,7 +42,9 @@ const GROUPS: &[(&str, Measure)] = &[
     ("neighbours", Measure::Alone(neighbours::neighbours)),
     ("network", Measure::Alone(network::network)),
     ("attach", Measure::Alone(workspace::attach)),
-    ("workspace", Measure::Alone(workspace::workspace)),
+    ("bulk", Measure::Alone(workspace::bulk)),
+    ("files", Measure::Alone(workspace::small)),
+    ("served", Measure::Alone(workspace::memory)),
 ];
 
 /// `pepo-bench [GROUP…]`. Fails when a goal is missed.

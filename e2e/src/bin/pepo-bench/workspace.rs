@@ -63,18 +63,20 @@ run(f"rm -rf {top}")
 print(*said)
 "#;
 
-pub fn workspace() -> Vec<Row> {
-    let mut rows = Vec::new();
+/// One of the two below, in a room that has a Workspace.
+fn measured(measure: fn(&Room) -> Vec<Row>) -> Vec<Row> {
     let room = Room::with_workspace("own");
-    rows.extend(bulk(&room));
-    rows.extend(small(&room));
+    let rows = measure(&room);
     room.close();
-    rows.extend(memory());
     rows
 }
 
 /// Written with fsync, and read when nothing of it is in the guest's memory, against the same bytes over a raw stream.
-fn bulk(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
+pub fn bulk() -> Vec<Row> {
+    measured(written_and_read)
+}
+
+fn written_and_read(Room { instance, session, guest, .. }: &Room) -> Vec<Row> {
     let mib = BULK / MIB;
     let sh = |line: String| {
         instance.pepo(["exec", session, "--", "bash", "-c", &line]).within(Duration::from_secs(600)).ok().out()
@@ -117,7 +119,11 @@ fn filled(mut stream: UnixStream, bytes: usize) {
 }
 
 /// Many small files: here, on the guest's own disk, in its memory.
-fn small(Room { instance, session, .. }: &Room) -> Vec<Row> {
+pub fn small() -> Vec<Row> {
+    measured(made_and_removed)
+}
+
+fn made_and_removed(Room { instance, session, .. }: &Room) -> Vec<Row> {
     let home = tempfile::tempdir().expect("directory");
     for (name, bytes) in [("small.py", SMALL.as_bytes().to_vec()), ("tree.tar", durable::files(TREE))] {
         fs::write(home.path().join(name), bytes).expect("write");
@@ -185,7 +191,7 @@ pub fn attach() -> Vec<Row> {
 }
 
 /// What a server keeps in memory: idle, and when its guest knows very many files.
-fn memory() -> Vec<Row> {
+pub fn memory() -> Vec<Row> {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
     let (idle, full) = runtime.block_on(durable::server_memory(KNOWN));
     let row = |what: &str, bytes: u64| Row {
