@@ -8,7 +8,7 @@ use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 
-use crate::share::{ANSWER_HEAD, MESSAGE, REQUEST_HEAD};
+use crate::share::{ANSWER_HEAD, MESSAGE, REQUEST_HEAD, send};
 
 /// The file in it, which says the same.
 pub const FILE: &str = "rehearsal";
@@ -99,18 +99,6 @@ fn attributes(node: u64) -> Vec<u8> {
     let long = [node, size, 1, 0, 0, 0].map(u64::to_le_bytes).concat();
     let short = [0_u32, 0, 0, mode, 1, 0, 0, 0, 4096, 0].map(u32::to_le_bytes).concat();
     [long, short].concat()
-}
-
-fn send(stream: &OwnedFd, mut bytes: &[u8]) -> io::Result<()> {
-    while !bytes.is_empty() {
-        match rustix::io::write(stream, bytes) {
-            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-            Ok(written) => bytes = &bytes[written..],
-            Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -140,17 +140,9 @@ impl Link {
         }
     }
 
-    fn send(&self, mut bytes: &[u8]) -> io::Result<()> {
+    fn send(&self, bytes: &[u8]) -> io::Result<()> {
         let _one = self.writing.lock().unwrap_or_else(PoisonError::into_inner);
-        while !bytes.is_empty() {
-            match rustix::io::write(&self.stream, &bytes[..bytes.len().min(MAX_WRITE)]) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(written) => bytes = &bytes[written..],
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error.into()),
-            }
-        }
-        Ok(())
+        send(&self.stream, bytes)
     }
 
     fn answers(&self, input: BytesMut) {
@@ -200,6 +192,22 @@ impl Link {
             }
         }
     }
+}
+
+/// Writes all of it, in pieces that streams take.
+///
+/// # Errors
+/// The stream's.
+pub fn send(stream: &OwnedFd, mut bytes: &[u8]) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match rustix::io::write(stream, &bytes[..bytes.len().min(MAX_WRITE)]) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => bytes = &bytes[written..],
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
 }
 
 /// Keeps paths in a mounted tree: each has its like below `top`, bound over its place. What is at the place already, and
