@@ -63,7 +63,8 @@ async fn what_waits_is_claimed_once_and_made_anew_when_it_is_quiet() {
 /// What a guest says of itself: its names, its own id, its network.
 const WHO: &str = "hostname; cat /etc/hostname; grep -c 127.0.1.1 /etc/hosts; getent hosts $(hostname) | cut -d' ' -f1; \
     getent hosts localhost | wc -l; cat /etc/machine-id; ip -o -4 address show dev eth0 | wc -l; ip route | wc -l; \
-    ls -A /run /tmp /var/tmp | tr '\\n' ' '; echo; cut -d' ' -f2,3 /proc/mounts | tr '\\n' ' '";
+    ls -A /run /tmp /var/tmp | tr '\\n' ' '; echo; cut -d' ' -f2,3 /proc/mounts | tr '\\n' ' '; echo; \
+    sudo dmesg | grep -c 'Linux version'; sudo dmesg | grep -c 'no mount was rehearsed'";
 
 #[tokio::test]
 async fn whoever_waited_is_itself_like_one_that_was_made_for_somebody() {
@@ -78,7 +79,8 @@ async fn whoever_waited_is_itself_like_one_that_was_made_for_somebody() {
         let output = ring.client.command_create(&session, &command).await.expect("command");
         let Text::Utf8(text) = output.stdout else { panic!("no text") };
         let mut lines: Vec<String> = text.lines().map(str::to_owned).collect();
-        assert!(lines.len() == 10 && lines[0] == lines[1] && session.contains(&lines[0]), "{lines:?}");
+        assert!(lines.len() == 12 && lines[0] == lines[1] && session.contains(&lines[0]), "{lines:?}");
+        assert_eq!(lines[10..], ["1", "0"], "the kernel's log can be read, and has no complaint: {text}");
         assert!(lines[5].len() == 32 && ids.insert(lines.remove(5)), "no id of its own: {text}");
         said.push(lines.split_off(2));
         ring.client.session_terminate(&session).await.expect("terminate");

@@ -132,7 +132,7 @@ fn say(text: impl Display) {
 }
 
 /// One line in the kernel's log, with its clock.
-fn note(text: impl Display) {
+pub fn note(text: impl Display) {
     let _ = fs::write("/dev/kmsg", format!("<6>pepo-guest: {text}"));
 }
 

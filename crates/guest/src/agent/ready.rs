@@ -70,7 +70,11 @@ impl Agent {
             }
         }
         for _ in 0..REHEARSALS {
-            if self.activation.borrow().is_some() || self.rehearse_mount().await.is_err() {
+            if self.activation.borrow().is_some() {
+                break;
+            }
+            if let Err(error) = self.rehearse_mount().await {
+                crate::init::note(format!("no mount was rehearsed: {error}"));
                 break;
             }
         }
@@ -94,24 +98,34 @@ impl Agent {
         let (stream, mut host) = pair()?;
         let wanted = Share { path: STAGE.to_owned(), read_only: true };
         let mounting = spawn_local(super::mount(stream, wanted));
-        if !matches!(host.receive().await, Ok(Some(Frame::Accepted))) {
-            return Err(io::ErrorKind::Other.into());
+        let accepted = matches!(host.receive().await, Ok(Some(Frame::Accepted)));
+        drop(mounting);
+        if !accepted {
+            return Err(io::Error::other("the tree was not mounted"));
         }
-        mounting.await?;
+        let read = self.read_staged(host).await;
+        // Whatever came of that: nobody finds it later.
+        unmount(STAGE, UnmountFlags::DETACH)?;
+        std::fs::remove_dir(STAGE)?;
+        read
+    }
+
+    async fn read_staged(self: &Rc<Self>, host: Stream) -> io::Result<()> {
         let (theirs, _, _) = host.into_parts();
         rustix::io::ioctl_fionbio(&theirs, false)?;
-        let serving = spawn_blocking(move || rehearsal::serve(&theirs));
+        // Ends with the mount.
+        drop(spawn_blocking(move || rehearsal::serve(&theirs)));
         let path = format!("{STAGE}/{}", rehearsal::FILE);
         let read = Read { path, offset: 0, length: Some(256), user: Some("0".to_owned()) };
         let (stream, mut host) = pair()?;
         let reading = spawn_local(self.clone().other(stream, REHEARSAL, Operation::Read(read)));
-        until_end(&mut host).await;
+        let said = until_end(&mut host).await;
         drop(host);
         reading.await?;
-        unmount(STAGE, UnmountFlags::DETACH)?;
-        // The mount's end is that of the stream.
-        let _ = serving.await?;
-        std::fs::remove_dir(STAGE)
+        match said == rehearsal::FILE.as_bytes() {
+            true => Ok(()),
+            false => Err(io::Error::other("the file was not read")),
+        }
     }
 }
 
@@ -122,10 +136,15 @@ fn pair() -> io::Result<(Stream, Stream)> {
     Ok((Stream::new(ours)?, Stream::new(theirs)?))
 }
 
-async fn until_end(host: &mut Stream) {
+/// What comes until the operation's end.
+async fn until_end(host: &mut Stream) -> Vec<u8> {
+    let mut said = Vec::new();
     while let Ok(Some(frame)) = host.receive().await {
-        if matches!(frame, Frame::End(_)) {
-            break;
+        match frame {
+            Frame::Data { bytes, .. } => said.extend_from_slice(&bytes),
+            Frame::End(_) => break,
+            _ => {}
         }
     }
+    said
 }
