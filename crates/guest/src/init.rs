@@ -131,9 +131,9 @@ fn say(text: impl Display) {
     let _ = rustix::io::write(rustix::stdio::stderr(), line.as_bytes());
 }
 
-/// One line in the kernel's log, with its clock.
+/// One line in the kernel's log, with its clock. Without its end the kernel shows it to nobody before the next one comes.
 pub fn note(text: impl Display) {
-    let _ = fs::write("/dev/kmsg", format!("<6>pepo-guest: {text}"));
+    let _ = fs::write("/dev/kmsg", format!("<6>pepo-guest: {text}\n"));
 }
 
 /// A module that is open and not loaded yet.
