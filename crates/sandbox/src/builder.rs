@@ -319,9 +319,7 @@ impl Builder {
             .spawn()
             .map_err(at(format!("start {}", place.launcher.display())))?;
         let entered = (|| {
-            for mut door in leaf.doors()? {
-                door.write_all(child.id().to_string().as_bytes()).map_err(at("put the builder into its cgroup"))?;
-            }
+            leaf.put(child.id())?;
             let out = directory.join(OUT);
             let root = directory.join(ROOT);
             let order = Order { root, out, room, room_bytes: plan.room_bytes, first_uid, input };

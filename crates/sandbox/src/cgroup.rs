@@ -6,7 +6,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
@@ -412,17 +412,38 @@ impl Leaf<'_> {
         IoLayer::DirectOnly
     }
 
-    /// Descriptors through which the process that holds them joins, by writing `0` into each.
+    /// Where a process of it is born (`CLONE_INTO_CGROUP`): its directory in the unified hierarchy, if there is one.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn birthplace(&self) -> Result<Option<File>, Error> {
+        let path = self.all.v2().map(|one| one.base.join(&self.name));
+        path.map(|path| File::open(&path).map_err(at("open", &path))).transpose()
+    }
+
+    /// Descriptors through which whoever was born in [`Leaf::birthplace`] joins the rest: see [`join`].
     ///
     /// # Errors
     /// [`Error::Io`].
     pub fn doors(&self) -> Result<Vec<File>, Error> {
-        self.paths()
-            .map(|path| {
-                let procs = path.join("cgroup.procs");
-                File::options().write(true).open(&procs).map_err(at("open", &procs))
-            })
-            .collect()
+        let v1 = self.all.0.iter().filter(|one| matches!(one.version, Version::V1(_)));
+        v1.map(|one| {
+            // By thread: the kernel lets one move itself at once, and waits for a grace period to move a process.
+            let tasks = one.base.join(&self.name).join("tasks");
+            File::options().write(true).open(&tasks).map_err(at("open", &tasks))
+        })
+        .collect()
+    }
+
+    /// Puts a process into it that was born elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Io`].
+    pub fn put(&self, pid: u32) -> Result<(), Error> {
+        self.paths().try_for_each(|path| {
+            let procs = path.join("cgroup.procs");
+            put(&procs, &pid.to_string()).map_err(at("write", &procs))
+        })
     }
 
     /// The file that counts the kernel's kills for memory; [`oom_kills`] reads it again and again.
@@ -559,6 +580,21 @@ impl Leaf<'_> {
             oom_kills: self.oom_file().ok().and_then(|file| oom_kills(&file).ok()).unwrap_or(0),
             ..Usage::default()
         })
+    }
+}
+
+/// Brings this process, which has one thread and was born in that leaf's [`Leaf::birthplace`], into its other hierarchies by
+/// their [`Leaf::doors`], and looks that it is in all of them.
+///
+/// # Errors
+/// The kernel refuses, or it is not in all of them.
+pub fn join(doors: impl Iterator<Item = OwnedFd>, name: &str, hierarchies: usize) -> io::Result<()> {
+    for door in doors {
+        File::from(door).write_all(b"0")?;
+    }
+    match is_member(&proc::own_cgroups()?, name, hierarchies) {
+        true => Ok(()),
+        false => Err(io::Error::other(format!("not in {name}"))),
     }
 }
 

@@ -28,6 +28,7 @@ pub mod proc;
 pub mod registry;
 pub mod rights;
 pub mod share;
+mod spawn;
 pub mod sweep;
 pub mod sys;
 pub mod vmm;

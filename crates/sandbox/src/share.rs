@@ -6,8 +6,8 @@
 //!
 //! ```text
 //! pepo-host (a thread)                       pepo-share
+//!   spawns it beside the keeper ────────▶    starts
 //!   mounts the tree nowhere, by descriptor
-//!   setns(keeper), spawn ───────────────▶
 //!        ── Order + hatch, tree, doors ───▶  cgroup, namespaces, root, user namespace
 //!        ◀─ Ready ────────────────────────
 //!   writes uid_map and gid_map
@@ -31,22 +31,19 @@ use std::ffi::CStr;
 use std::fs;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use rustix::thread::ThreadNameSpaceType;
 use serde::{Deserialize, Serialize};
 
-use crate::cgroup::Io;
+use crate::cgroup::{Io, Leaf};
 use crate::host::wire;
 use crate::id::{UidBlock, VolumeId, process};
 use crate::jail::Access;
+use crate::spawn::{PidNamespace, Spawned, spawn};
 use crate::volume::{Lender, Whose};
-use crate::{proc, sys};
 
 pub use enter::run;
 pub use serve::HERE;
@@ -201,49 +198,30 @@ impl Handing {
 
 /// A server that was started.
 #[derive(Debug)]
-pub(crate) struct Server {
-    pid: u32,
-    socket: OwnedFd,
-    /// Its process.
-    pub pidfd: OwnedFd,
-    /// When it started, in clock ticks.
-    pub start: u64,
-}
+pub(crate) struct Server(Spawned);
 
 impl Server {
-    /// Starts the process in the pid namespace of that keeper, or as the first of one of its own, and tells it nothing yet.
+    /// Starts the process in the pid namespace of that keeper and in its Sandbox's cgroup, or as the first of a namespace of
+    /// its own, and tells it nothing yet.
     ///
     /// # Errors
     /// The kernel refuses.
-    pub fn spawn(keeper: Option<BorrowedFd<'_>>) -> io::Result<Self> {
-        let (socket, theirs) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-        // A thread that has another pid namespace for its children is thrown away.
-        let pid = std::thread::scope(|scope| {
-            let spawning = scope.spawn(move || {
-                match keeper {
-                    Some(keeper) => {
-                        rustix::thread::move_into_thread_name_spaces(keeper, ThreadNameSpaceType::PROCESS_ID)?
-                    }
-                    None => sys::unshare(libc::CLONE_NEWPID)?,
-                }
-                let mut command = Command::new("/proc/self/exe");
-                command.arg0(process::SHARE).args(["share", "--fd", "0"]).env_clear().current_dir("/");
-                command.stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::null());
-                // The child is reaped by its pidfd.
-                command.spawn().map(|child| child.id())
-            });
-            spawning.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
-        })?;
-        let gone = || io::Error::from(io::ErrorKind::NotFound);
-        let start = proc::start_time(pid).ok_or_else(gone)?;
-        let pidfd = proc::open_exact(pid, start)?;
-        Ok(Server { pid, socket, pidfd, start })
+    pub fn spawn(sandbox: Option<(BorrowedFd<'_>, &Leaf<'_>)>) -> io::Result<Self> {
+        let spawned = match sandbox {
+            Some((keeper, leaf)) => spawn(process::SHARE, PidNamespace::Of(keeper), Some(leaf)),
+            None => spawn(process::SHARE, PidNamespace::New, None),
+        };
+        spawned.map(Server)
     }
 
-    /// Its process id here.
-    pub fn pid(&self) -> u32 {
-        self.pid
+    /// Its process.
+    pub fn pidfd(&self) -> &OwnedFd {
+        &self.0.pidfd
+    }
+
+    /// Its process id here, and when it started, in clock ticks.
+    pub fn identity(&self) -> (u32, u64) {
+        (self.0.pid, self.0.start)
     }
 
     /// Tells it what to serve, gives it ids, and waits until it serves.
@@ -258,7 +236,7 @@ impl Server {
         cancelled: &dyn Fn() -> bool,
     ) -> io::Result<OwnedFd> {
         let deadline = Instant::now() + SERVING_WITHIN;
-        wire::send(self.socket.as_fd(), order, fds)?;
+        wire::send(self.0.socket.as_fd(), order, fds)?;
         loop {
             match self.hear(deadline, cancelled)? {
                 Said::Ready => {
@@ -267,11 +245,11 @@ impl Server {
                     };
                     for file in ["uid_map", "gid_map"] {
                         let map = format!("0 {first_uid} {}\n", UidBlock::TREE);
-                        fs::write(format!("/proc/{}/{file}", self.pid), map)?;
+                        fs::write(format!("/proc/{}/{file}", self.0.pid), map)?;
                     }
-                    wire::send(self.socket.as_fd(), &Mapped {}, &[])?;
+                    wire::send(self.0.socket.as_fd(), &Mapped {}, &[])?;
                 }
-                Said::Serving => return Ok(self.pidfd),
+                Said::Serving => return Ok(self.0.pidfd),
                 Said::Failed { step, reason } => return Err(io::Error::other(format!("{step}: {reason}"))),
             }
         }
@@ -283,14 +261,14 @@ impl Server {
             if cancelled() {
                 return Err(io::Error::other("it was released meanwhile"));
             }
-            match poll(&mut [PollFd::new(&self.socket, PollFlags::IN)], Some(&look)) {
+            match poll(&mut [PollFd::new(&self.0.socket, PollFlags::IN)], Some(&look)) {
                 Ok(0) | Err(rustix::io::Errno::INTR) if Instant::now() < deadline => {}
                 Ok(0) | Err(rustix::io::Errno::INTR) => return Err(io::ErrorKind::TimedOut.into()),
                 Ok(_) => break,
                 Err(error) => return Err(error.into()),
             }
         }
-        match wire::receive::<Said>(self.socket.as_fd(), &mut Vec::new())? {
+        match wire::receive::<Said>(self.0.socket.as_fd(), &mut Vec::new())? {
             Some((said, _)) => Ok(said),
             None => Err(io::Error::other("it ended without a word")),
         }

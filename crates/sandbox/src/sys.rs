@@ -4,7 +4,7 @@
 
 use std::ffi::{CStr, CString};
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 
 /// Takes ownership of a descriptor this process was started with, by its number.
 ///
@@ -181,6 +181,66 @@ pub fn fork() -> io::Result<Option<rustix::process::Pid>> {
     match unsafe { libc::fork() } {
         -1 => Err(io::Error::last_os_error()),
         pid => Ok(rustix::process::Pid::from_raw(pid)),
+    }
+}
+
+/// `linux/sched.h`; the constant of the `libc` crate overflows its type.
+const CLONE_INTO_CGROUP: u64 = 0x2_0000_0000;
+
+/// Starts a program with these as its standard input, output and error, at `/`, with no environment, in that cgroup of the
+/// unified hierarchy or in this process' own. What it answers is its id here and a descriptor of it, by which it is reaped.
+/// Callers: `spawn`; the standard library cannot name the cgroup.
+pub fn spawn(
+    program: &CStr,
+    arguments: &[CString],
+    stdio: [&OwnedFd; 3],
+    cgroup: Option<&std::fs::File>,
+) -> io::Result<(u32, OwnedFd)> {
+    let argv: Vec<_> = arguments.iter().map(|one| one.as_ptr()).chain([std::ptr::null()]).collect();
+    let env = [std::ptr::null::<libc::c_char>()];
+    // Closed by a program that starts, written to by one that does not.
+    let (told, tell) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC)?;
+    let mut pidfd: RawFd = -1;
+    // SAFETY: zeros are a valid `clone_args`.
+    let mut how: libc::clone_args = unsafe { std::mem::zeroed() };
+    how.flags = libc::CLONE_PIDFD as u64;
+    how.pidfd = (&raw mut pidfd) as u64;
+    how.exit_signal = libc::SIGCHLD as u64;
+    if let Some(cgroup) = cgroup {
+        how.flags |= CLONE_INTO_CGROUP;
+        how.cgroup = cgroup.as_raw_fd() as u64;
+    }
+    // SAFETY: a copy of this process, as fork makes it: no memory is shared. Other threads may hold locks that nobody in the
+    // copy gives back, so it makes plain system calls only, with what was prepared before, and ends in exec or exit.
+    let pid = unsafe {
+        let pid = libc::syscall(libc::SYS_clone3, &raw mut how, size_of::<libc::clone_args>());
+        if pid == 0 {
+            let placed = stdio.iter().zip(0..).all(|(from, to)| libc::dup2(from.as_raw_fd(), to) == to);
+            if placed && libc::chdir(c"/".as_ptr()) == 0 {
+                libc::signal(libc::SIGPIPE, libc::SIG_DFL);
+                libc::execve(program.as_ptr(), argv.as_ptr(), env.as_ptr());
+            }
+            let error = *libc::__errno_location();
+            libc::write(tell.as_raw_fd(), (&raw const error).cast(), size_of_val(&error));
+            libc::_exit(127);
+        }
+        pid
+    };
+    if pid < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the call that made the process made this descriptor too, and nobody else knows of it.
+    let pidfd = unsafe { OwnedFd::from_raw_fd(pidfd) };
+    drop(tell);
+    let mut error = [0; size_of::<libc::c_int>()];
+    match rustix::io::retry_on_intr(|| rustix::io::read(&told, &mut error)) {
+        Ok(0) => Ok((pid as u32, pidfd)),
+        said => {
+            use rustix::process::{WaitId, WaitIdOptions, waitid};
+            let _ = waitid(WaitId::PidFd(pidfd.as_fd()), WaitIdOptions::EXITED);
+            said?;
+            Err(io::Error::from_raw_os_error(libc::c_int::from_ne_bytes(error)))
+        }
     }
 }
 
@@ -645,4 +705,50 @@ pub fn restrict_mount(mount: BorrowedFd<'_>, read_only: bool) -> io::Result<()> 
         )
     })
     .map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    fn words(all: &[&str]) -> Vec<CString> {
+        all.iter().map(|word| CString::new(*word).expect("a word")).collect()
+    }
+
+    #[test]
+    fn a_program_starts_with_its_streams_and_nothing_else_or_says_why_not() {
+        let (mut ours, theirs) = UnixStream::pair().expect("pair");
+        let theirs: OwnedFd = theirs.into();
+        let line = words(&["sh", "-c", "pwd; tr '\\0' '\\n' < /proc/$$/environ; echo wrong >&2"]);
+        let (pid, pidfd) = spawn(c"/bin/sh", &line, [&theirs, &theirs, &theirs], None).expect("it starts");
+        drop(theirs);
+        let mut said = String::new();
+        ours.read_to_string(&mut said).expect("all it says");
+        assert_eq!(said, "/\nwrong\n", "not where it was to be, or with an environment");
+        let ended = || {
+            rustix::process::waitid(
+                rustix::process::WaitId::PidFd(pidfd.as_fd()),
+                rustix::process::WaitIdOptions::EXITED,
+            )
+        };
+        let ended = ended().expect("it is our child").expect("it has ended");
+        assert!(pid > 1 && ended.exit_status() == Some(0), "{pid} {ended:?}");
+
+        let nothing = rustix::fs::open(
+            "/dev/null",
+            rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC,
+            rustix::fs::Mode::empty(),
+        )
+        .expect("open");
+        let error =
+            spawn(c"/no/such/program", &words(&["x"]), [&nothing, &nothing, &nothing], None).expect_err("it started");
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        let elsewhere = std::fs::File::open("/").expect("open");
+        let error = spawn(c"/bin/true", &words(&["true"]), [&nothing, &nothing, &nothing], Some(&elsewhere))
+            .expect_err("no cgroup");
+        assert_eq!(error.raw_os_error(), Some(libc::EBADF));
+    }
 }

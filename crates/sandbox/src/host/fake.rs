@@ -73,7 +73,11 @@ impl Work {
             .process_group(0)
             .spawn()
             .map_err(|error| failed("start the agent", error))?;
-        let keeper = self.record(id, child.id())?;
+        let pid = child.id();
+        let gone = || io::Error::from(io::ErrorKind::NotFound);
+        let start = proc::start_time(pid).ok_or_else(gone).map_err(|error| failed("look at the agent", error))?;
+        let keeper = proc::open_exact(pid, start).map_err(|error| failed("hold the agent", error))?;
+        self.record(id, pid, start)?;
         let keep = directory.join(file::KEEP);
         made.recorder = Some(std::thread::spawn(move || {
             let status = child.wait().ok();

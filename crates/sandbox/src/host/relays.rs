@@ -4,15 +4,11 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixListener;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{AtFlags, OFlags};
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
-use rustix::thread::ThreadNameSpaceType;
 
 use super::serve::Lane;
 use super::work::{Made, Work, failed};
@@ -21,7 +17,7 @@ use crate::id::{SandboxId, file, process};
 use crate::keeper::connect;
 use crate::net::relay::{Order, Said};
 use crate::net::{RELAY_PORT, address, slot};
-use crate::proc;
+use crate::spawn::{PidNamespace, Spawned, spawn};
 
 /// How long a relay may take to relay: twenty system calls, on a machine that starts twenty others.
 const SERVING_WITHIN: Duration = Duration::from_secs(30);
@@ -71,13 +67,8 @@ impl Work {
             address: address::GATEWAY,
             port: RELAY_PORT,
         };
-        let (socket, theirs) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-                .map_err(|error| failed("make a socket pair", error))?;
-        let pid = spawn(keeper.as_fd(), theirs).map_err(|error| failed("start the relay", error))?;
-        let start = proc::start_time(pid).ok_or_else(|| io::Error::from(io::ErrorKind::NotFound));
-        let pidfd =
-            start.and_then(|start| proc::open_exact(pid, start)).map_err(|error| failed("hold the relay", error))?;
+        let spawned = spawn(process::RELAY, PidNamespace::Of(keeper.as_fd()), Some(&leaf));
+        let Spawned { pidfd, socket, .. } = spawned.map_err(|error| failed("start the relay", error))?;
         made.serve(pidfd);
         let fds: Vec<_> =
             [namespace.as_fd(), control.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
@@ -109,19 +100,4 @@ fn serving(id: SandboxId, socket: &OwnedFd, lane: &Lane) -> Result<(), Refusal> 
         Ok(None) => Err(failed("wait for the relay", io::Error::other("it ended without a word"))),
         Err(error) => Err(failed("hear the relay", error)),
     }
-}
-
-/// Starts the process in the pid namespace of that keeper, on a thread that is thrown away.
-fn spawn(keeper: std::os::fd::BorrowedFd<'_>, socket: OwnedFd) -> io::Result<u32> {
-    std::thread::scope(|scope| {
-        let spawning = scope.spawn(move || {
-            rustix::thread::move_into_thread_name_spaces(keeper, ThreadNameSpaceType::PROCESS_ID)?;
-            let mut command = Command::new("/proc/self/exe");
-            command.arg0(process::RELAY).args(["relay", "--fd", "0"]).env_clear().current_dir("/");
-            command.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::null());
-            // The child is reaped by its pidfd.
-            command.spawn().map(|child| child.id())
-        });
-        spawning.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
-    })
 }

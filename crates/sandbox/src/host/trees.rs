@@ -93,9 +93,17 @@ impl Work {
             self.place.write(id, file::SHARES, records).map_err(|error| failed("write the share down", error))
         };
         write(&records)?;
+        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
+        // Begun first: it starts while the tree is mounted.
+        let server = share::Server::spawn(Some((keeper.as_fd(), &leaf)))
+            .map_err(|error| failed("start the share server", error))?;
+        made.servers.push(server.pidfd().try_clone().map_err(|error| failed("hold the share server", error))?);
+        if let Some(record) = records.last_mut() {
+            record.server = Some(server.identity());
+        }
+        write(&records)?;
         let mounted =
             self.volumes.mount(plan.volume, plan.access).map_err(|error| volume_refused(plan.volume, error))?;
-        let leaf = self.place.cgroups.leaf(self.place.cgroup(id));
         let doors = leaf.doors().map_err(|error| failed("open the cgroup", error))?;
         let order = share::Order {
             at: self.place.directory(id).join(file::BOOT),
@@ -110,13 +118,6 @@ impl Work {
                 io: sandbox.io,
             },
         };
-        let server =
-            share::Server::spawn(Some(keeper.as_fd())).map_err(|error| failed("start the share server", error))?;
-        made.servers.push(server.pidfd.try_clone().map_err(|error| failed("hold the share server", error))?);
-        if let Some(record) = records.last_mut() {
-            record.server = Some((server.pid(), server.start));
-        }
-        write(&records)?;
         let fds: Vec<_> =
             [hatch.as_fd(), mounted.mount.as_fd()].into_iter().chain(doors.iter().map(AsFd::as_fd)).collect();
         server.serve(&order, &mounted.whose, &fds, &cancelled).map_err(|error| failed("serve the tree", error))
@@ -131,7 +132,7 @@ impl Work {
         let order =
             share::Order { at: self.place.path.clone(), lender: mounted.lender(), open_files: VISIT_FILES, task };
         let server = share::Server::spawn(None).map_err(|error| failed("start a visit", error))?;
-        let process = server.pidfd.try_clone().map_err(|error| failed("hold a visit", error))?;
+        let process = server.pidfd().try_clone().map_err(|error| failed("hold a visit", error))?;
         let served = server.serve(&order, &mounted.whose, &[stream.as_fd(), mounted.mount.as_fd()], &|| false);
         drop(mounted);
         if let Err(error) = served {

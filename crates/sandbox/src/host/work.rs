@@ -3,9 +3,7 @@
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -13,7 +11,6 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, Mode, OFlags, ResolveFlags};
 use rustix::mount::OpenTreeFlags;
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
 use super::networks::Networks;
 use super::serve::{HostConfig, Lane};
@@ -30,10 +27,11 @@ use crate::keeper::{self, FIXED_FDS, Order, Said, connect};
 use crate::net::address::GUEST_MAC;
 use crate::net::slot::Device;
 use crate::plan::{self, Plan, StatePath, Vmm};
+use crate::spawn::{PidNamespace, Spawned, spawn};
 use crate::vmm::closure::{self, Closure, Programs, Sources};
 use crate::vmm::{Boot, Interface, Streams, Throttle, clock, firecracker, vsock};
 use crate::volume::Volumes;
-use crate::{disk, proc, sys};
+use crate::{disk, proc};
 
 /// Memory beside guest and VMM, in MiB: keeper and vsock device (measured: 4 and 8 resident), page tables, socket buffers.
 const BESIDE_MIB: u64 = 64;
@@ -308,11 +306,10 @@ impl Work {
             tsc_khz: clock::tsc_khz(),
             programs,
         };
-        let (socket, theirs) =
-            rustix::net::socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)
-                .map_err(|error| failed("make a socket pair", error))?;
-        let pid = spawn(theirs).map_err(|error| failed("start the keeper", error))?;
-        let keeper = self.record(id, pid)?;
+        let spawned = spawn(process::KEEPER, PidNamespace::New, Some(&leaf));
+        let Spawned { pid, start, pidfd: keeper, socket } =
+            spawned.map_err(|error| failed("start the keeper", error))?;
+        self.record(id, pid, start)?;
         made.keeper = Some(keeper.try_clone().map_err(|error| failed("hold the keeper", error))?);
         let files = [&prepared.kernel, &prepared.initramfs, &prepared.root, &prepared.disk];
         let trees = match plan.vmm.caps().entry {
@@ -338,14 +335,10 @@ impl Work {
     }
 
     /// Writes down who the keeper is before it is told anything.
-    pub(super) fn record(&self, id: SandboxId, pid: u32) -> Result<OwnedFd, Refusal> {
-        let gone = || io::Error::from(io::ErrorKind::NotFound);
-        let start = proc::start_time(pid).ok_or_else(gone).map_err(|error| failed("look at the keeper", error))?;
-        let keeper = proc::open_exact(pid, start).map_err(|error| failed("hold the keeper", error))?;
+    pub(super) fn record(&self, id: SandboxId, pid: u32, start: u64) -> Result<(), Refusal> {
         self.place
             .write(id, file::KEEPER, &KeeperRecord { pid, start })
-            .map_err(|error| failed("write the keeper down", error))?;
-        Ok(keeper)
+            .map_err(|error| failed("write the keeper down", error))
     }
 
     fn wait_for(&self, id: SandboxId, socket: &OwnedFd, lane: &Lane) -> Result<(), Refusal> {
@@ -587,21 +580,4 @@ enum Readers {
 fn tree(file: impl AsFd) -> Result<OwnedFd, Refusal> {
     let flags = OpenTreeFlags::AT_EMPTY_PATH | OpenTreeFlags::OPEN_TREE_CLONE | OpenTreeFlags::OPEN_TREE_CLOEXEC;
     rustix::mount::open_tree(file, "", flags).map_err(|error| failed("take a file's tree", error))
-}
-
-/// Starts a keeper as the first process of a new pid namespace, on a thread that is thrown away: a thread that has left the
-/// pid namespace for its children can make no other thread again.
-fn spawn(socket: OwnedFd) -> io::Result<u32> {
-    std::thread::scope(|scope| {
-        let spawning = scope.spawn(move || {
-            sys::unshare(libc::CLONE_NEWPID)?;
-            // The socket is its standard input: no other child started at this moment inherits it.
-            let mut command = Command::new("/proc/self/exe");
-            command.arg0(process::KEEPER).arg("keeper").arg("--fd").arg("0").env_clear().current_dir("/");
-            command.stdin(Stdio::from(socket)).stdout(Stdio::null()).stderr(Stdio::null());
-            // The child is reaped by its pidfd.
-            command.spawn().map(|child| child.id())
-        });
-        spawning.join().unwrap_or_else(|_| Err(io::Error::other("the thread panicked")))
-    })
 }

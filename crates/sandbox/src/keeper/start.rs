@@ -1,7 +1,7 @@
 //! How a keeper starts what it keeps: everything that needs rights, up to the moment it gives them up.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -56,7 +56,7 @@ pub(super) fn start(socket: &OwnedFd) -> Result<Kept, Error> {
     const { assert!(FIXED_FDS == 6) }
     let tap = order.boot.interface.is_some().then(next).transpose()?;
     proc::yield_to_host().map_err(tried("come after the host's own"))?;
-    join(fds, &order)?;
+    cgroup::join(fds, &order.cgroup, order.hierarchies).map_err(tried("join the cgroup"))?;
     namespaces()?;
     clock::measured(order.tsc_khz);
     let console_ring = open_ring(&keep, order.uids.keeper)?;
@@ -134,18 +134,6 @@ fn start_qemu(order: &Order, root: OwnedFd, disk: OwnedFd, tap: Option<OwnedFd>)
         console: console.into(),
         control: Control::Qmp(control.into()),
     })
-}
-
-/// Writes itself into every hierarchy and looks that it is there: before anything of the Sandbox is allocated.
-fn join(doors: impl Iterator<Item = OwnedFd>, order: &Order) -> Result<(), Error> {
-    for door in doors {
-        File::from(door).write_all(b"0").map_err(tried("join the cgroup"))?;
-    }
-    let lines = proc::own_cgroups().map_err(tried("read the own cgroup"))?;
-    if !cgroup::is_member(&lines, &order.cgroup, order.hierarchies) {
-        return Err(Error::new("join the cgroup", io::Error::other(format!("not in {}", order.cgroup))));
-    }
-    Ok(())
 }
 
 /// Own mounts, an empty network, own IPC and host name. The pid namespace is there already: this is its first process.

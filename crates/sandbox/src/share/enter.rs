@@ -1,7 +1,7 @@
 //! How a share server, or a visit, comes into its jail: see [`super`] for who does what. All of it before the first byte of a guest.
 
 use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{CWD, Mode, OFlags};
@@ -87,7 +87,7 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     const { assert!(FIXED_FDS == 2) }
     step("come after the host's own", proc::yield_to_host())?;
     if let Task::Serve { cgroup, hierarchies, .. } = &order.task {
-        join(cgroup, *hierarchies, fds)?;
+        step("join the cgroup", cgroup::join(fds, cgroup, *hierarchies))?;
     }
     let null = step("open /dev/null", File::options().write(true).open("/dev/null"))?;
     let null: OwnedFd = null.into();
@@ -138,18 +138,6 @@ fn begin(socket: &OwnedFd) -> Step<Ready> {
     drop(way);
     let running = Running::begin(tree, stream, null, bucket, serve::PATIENCE, filter::enter);
     Ok(Ready::Serving(step("start threads under the system call filter", running)?))
-}
-
-/// Writes itself into every hierarchy and looks that it is there.
-fn join(cgroup: &str, hierarchies: usize, doors: impl Iterator<Item = OwnedFd>) -> Step<()> {
-    for door in doors {
-        step("join the cgroup", File::from(door).write_all(b"0"))?;
-    }
-    let lines = step("read the own cgroup", proc::own_cgroups())?;
-    if !cgroup::is_member(&lines, cgroup, hierarchies) {
-        return Err(("join the cgroup".to_owned(), io::Error::other(format!("not in {cgroup}"))));
-    }
-    Ok(())
 }
 
 /// `/proc/self/fd` of a procfs that is mounted nowhere and shows processes alone.

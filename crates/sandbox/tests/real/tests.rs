@@ -1,7 +1,10 @@
 //! The tests: what each life is used for, and what is looked at from outside.
 
+use std::ffi::CString;
 use std::fs;
 use std::io::{BufRead, BufReader};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -381,21 +384,23 @@ fn cgroups() {
     let all = Hierarchies::detect().unwrap();
     all.ready().unwrap();
     println!("  {}, swap capped: {}", all.describe(), all.swap_is_capped());
-    let leaf = all.leaf(format!("pepo-test-{}", std::process::id()));
+    let name = format!("pepo-test-{}", std::process::id());
+    let leaf = all.leaf(&name);
     leaf.create(&Limits { memory_bytes: 64 << 20, cpu_us: 50_000, pids: 20, weight_cpus: 1 }).unwrap();
     assert!(leaf.exists() && leaf.processes().is_empty());
     // It waits for a line before it begins, so that it begins inside.
-    let mut bomb = Command::new("/bin/sh")
-        .args(["-c", "read go; while :; do sleep 1000 & done"])
-        .stdin(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn()
-        .unwrap();
-    for mut door in leaf.doors().unwrap() {
-        std::io::Write::write_all(&mut door, bomb.id().to_string().as_bytes()).unwrap();
-    }
-    assert!(leaf.holds(bomb.id()) && !leaf.holds(std::process::id()));
-    std::io::Write::write_all(bomb.stdin.as_mut().unwrap(), b"go\n").unwrap();
+    let line = ["sh", "-c", "read go; while :; do /bin/sleep 1000 & done"].map(|word| CString::new(word).unwrap());
+    let (mut go, theirs) = UnixStream::pair().unwrap();
+    let (theirs, nowhere) = (theirs.into(), fs::File::create("/dev/null").unwrap().into());
+    let birthplace = leaf.birthplace().unwrap();
+    let (bomb, pidfd) =
+        pepo_sandbox::sys::spawn(c"/bin/sh", &line, [&theirs, &nowhere, &nowhere], birthplace.as_ref()).unwrap();
+    let born = fs::read_to_string(format!("/proc/{bomb}/cgroup")).unwrap();
+    let unified = born.lines().find_map(|line| line.strip_prefix("0::"));
+    assert_eq!(unified.is_some_and(|path| path.ends_with(&name)), birthplace.is_some(), "{born}");
+    leaf.put(bomb).unwrap();
+    assert!(leaf.holds(bomb) && !leaf.holds(std::process::id()));
+    std::io::Write::write_all(&mut go, b"go\n").unwrap();
     let deadline = Instant::now() + Duration::from_secs(30);
     while leaf.usage().unwrap().pids < 20 {
         assert!(Instant::now() < deadline, "{:?}", leaf.usage());
@@ -406,7 +411,8 @@ fn cgroups() {
     assert_eq!(usage.memory_limit_bytes, 64 << 20);
     leaf.kill(Duration::from_secs(20)).unwrap();
     assert!(leaf.processes().is_empty());
-    bomb.wait().unwrap();
+    let (bomb, exited) = (rustix::process::WaitId::PidFd(pidfd.as_fd()), rustix::process::WaitIdOptions::EXITED);
+    rustix::process::waitid(bomb, exited).unwrap();
     leaf.remove(Duration::from_secs(20)).unwrap();
     assert!(!leaf.exists());
     leaf.kill(Duration::ZERO).unwrap();

@@ -8,8 +8,7 @@
 //! ```
 
 use std::ffi::CString;
-use std::fs::File;
-use std::io::{self, Write};
+use std::io;
 use std::net::{Ipv4Addr, SocketAddrV4, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -124,13 +123,7 @@ fn begin(socket: &OwnedFd) -> Tried<(TcpListener, OwnedFd)> {
     let [namespace, control] = [next()?, next()?];
     const { assert!(FIXED_FDS == 2) }
     step("come after the host's own", proc::yield_to_host())?;
-    for door in fds {
-        step("join the cgroup", File::from(door).write_all(b"0"))?;
-    }
-    let lines = step("read the own cgroup", proc::own_cgroups())?;
-    if !cgroup::is_member(&lines, &order.cgroup, order.hierarchies) {
-        return Err(("join the cgroup".to_owned(), io::Error::other(format!("not in {}", order.cgroup))));
-    }
+    step("join the cgroup", cgroup::join(fds, &order.cgroup, order.hierarchies))?;
     let network = Some(LinkNameSpaceType::Network);
     step("enter the network namespace", rustix::thread::move_into_link_name_space(namespace.as_fd(), network))?;
     drop(namespace);
