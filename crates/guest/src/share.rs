@@ -16,12 +16,11 @@ use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use bytes::BytesMut;
 use pepo_proto::{FailureCode, Keep, Outcome, Share};
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mount::{MountFlags, mount, mount_bind};
@@ -76,7 +75,8 @@ pub fn pump(fuse: OwnedFd, stream: OwnedFd, input: BytesMut) {
     if rustix::io::ioctl_fionbio(&stream, false).is_err() {
         return;
     }
-    let link = Link { fuse, stream, writing: Mutex::new(()), begun: AtomicBool::new(false) };
+    let Ok(begun) = rustix::event::eventfd(0, EventfdFlags::CLOEXEC) else { return };
+    let link = Link { fuse, stream, writing: Mutex::new(()), begun };
     std::thread::scope(|scope| {
         let (link, stopped) = (&link, &stopped);
         let requests = std::thread::Builder::new().name("requests".to_owned()).stack_size(128 << 10);
@@ -100,28 +100,18 @@ struct Link {
     stream: OwnedFd,
     /// One message at a time.
     writing: Mutex<()>,
-    begun: AtomicBool,
+    /// Readable, and never read, once the host has spoken.
+    begun: OwnedFd,
 }
 
 impl Link {
     fn requests(&self, stopped: &OwnedFd) {
         let mut buffer = vec![0; MESSAGE];
-        loop {
-            let begun = self.begun.load(Ordering::Acquire);
-            let mut fds = [PollFd::new(stopped, PollFlags::IN), PollFd::new(&self.fuse, PollFlags::IN)];
-            // Before the host has spoken nothing is sent: it may still be on its way to whoever serves.
-            let waiting = if begun { &mut fds[..] } else { &mut fds[..1] };
-            let pause = rustix::event::Timespec { tv_sec: 0, tv_nsec: 1_000_000 };
-            match poll(waiting, if begun { None } else { Some(&pause) }) {
-                Ok(_) | Err(Errno::INTR) => {}
-                Err(_) => return,
-            }
-            if !fds[0].revents().is_empty() {
-                return;
-            }
-            if !begun {
-                continue;
-            }
+        // Before the host has spoken nothing is sent: it may still be on its way to whoever serves.
+        if !either(stopped, &self.begun) {
+            return;
+        }
+        while either(stopped, &self.fuse) {
             loop {
                 match rustix::io::read(&self.fuse, &mut buffer) {
                     Ok(0) => return,
@@ -163,7 +153,10 @@ impl Link {
                 let message = &buffer[from..from + length];
                 let to_us = length == ANSWER_HEAD && message[4..].iter().all(|byte| *byte == 0);
                 if to_us {
-                    self.begun.store(true, Ordering::Release);
+                    // It counts the host's questions, of which there is one in some seconds.
+                    if rustix::io::write(&self.begun, &1_u64.to_ne_bytes()).is_err() {
+                        return;
+                    }
                     let mut here = [0; REQUEST_HEAD];
                     here[..4].copy_from_slice(&(REQUEST_HEAD as u32).to_le_bytes());
                     here[4..8].copy_from_slice(&HERE.to_le_bytes());
@@ -190,6 +183,18 @@ impl Link {
                 Err(Errno::INTR) => {}
                 Err(_) => return,
             }
+        }
+    }
+}
+
+/// Waits until there is something of the second; `false` where the first ends it.
+fn either(stopped: &OwnedFd, wanted: &OwnedFd) -> bool {
+    loop {
+        let mut fds = [PollFd::new(stopped, PollFlags::IN), PollFd::new(wanted, PollFlags::IN)];
+        match poll(&mut fds, None) {
+            Ok(_) => return fds[0].revents().is_empty(),
+            Err(Errno::INTR) => {}
+            Err(_) => return false,
         }
     }
 }

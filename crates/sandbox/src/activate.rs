@@ -220,7 +220,7 @@ async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, Mou
         // A server that is gone, or does not get it, says so itself.
         let _ = hand.hand(&stream);
         drop(stream);
-        Ok((said(guest, &path).await.map_err(told)?, mounted))
+        Ok((said(guest, &path, proof.len()).await.map_err(told)?, mounted))
     };
     let served = async {
         let plan = SharePlan { volume, access, cache, proof: proof.clone() };
@@ -232,19 +232,19 @@ async fn stand(claim: &Claim, guest: &Guest, mount: Mount) -> Result<Keeper, Mou
     if said == proof.as_bytes() { Ok(server) } else { Err(MountError::Unproved { path }) }
 }
 
-/// What the file says that proves the mount at this path.
-async fn said(guest: &Guest, path: &str) -> Result<Vec<u8>, guest::Error> {
+/// What the file says that proves the mount at this path, as far as it is to be read: its end would be asked for once more.
+async fn said(guest: &Guest, path: &str, length: usize) -> Result<Vec<u8>, guest::Error> {
     let read = pepo_proto::Read {
         path: format!("{}/{}", path.trim_end_matches('/'), PROOF.to_string_lossy()),
         offset: 0,
-        length: Some(256),
+        length: Some(length as u64),
         user: Some("0".to_owned()),
     };
     let (_, mut download) = guest.read(read).await?;
     let mut said = Vec::new();
     while let Some(bytes) = download.next().await {
         said.extend_from_slice(&bytes?);
-        if said.len() > 256 {
+        if said.len() > length {
             break;
         }
     }

@@ -34,6 +34,9 @@ pub(super) use data::changed;
 /// The node of the file that proves the mount. Never one of the tree's.
 const PROOF_NODE: u64 = u64::MAX - 1;
 
+/// How long a guest's kernel need not ask again what kind of file that is: while it reads it.
+const PROVED_WITHIN: Duration = Duration::from_secs(60);
+
 /// Ids that a guest's file can have: those of its user namespace.
 const IDS: u32 = 65_536;
 
@@ -236,7 +239,7 @@ impl FileSystem for Tree {
         let name = plain(name)?;
         if parent == super::nodes::ROOT && name == PROOF && !self.proof.is_empty() {
             let attr = self.proof_attributes()?;
-            return Ok(Entry { inode: PROOF_NODE, attr, ..Entry::default() });
+            return Ok(Entry { inode: PROOF_NODE, attr, attr_timeout: PROVED_WITHIN, ..Entry::default() });
         }
         match look_at(&*self.file(parent)?, name) {
             Ok(seen) => self.entry(parent, name, &seen),

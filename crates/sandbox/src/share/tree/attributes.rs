@@ -13,7 +13,7 @@ use rustix::fs::{AtFlags, OFlags, XattrFlags};
 
 use super::super::nodes::{errno, look};
 use super::data::{drop_set_ids, keep, to_keep};
-use super::{IDS, PROOF_NODE, Tree, number};
+use super::{IDS, PROOF_NODE, PROVED_WITHIN, Tree, number};
 
 /// The largest extended attribute, and the longest list of their names, bytes: the kernel's own bounds.
 const ATTRIBUTE: usize = 64 * 1024;
@@ -41,7 +41,7 @@ fn time(seconds: i64, nanoseconds: i64, given: bool, now: bool) -> rustix::fs::T
 impl Tree {
     pub(super) fn attributes(&self, node: u64) -> io::Result<(stat64, Duration)> {
         if node == PROOF_NODE {
-            return Ok((self.proof_attributes()?, Duration::ZERO));
+            return Ok((self.proof_attributes()?, PROVED_WITHIN));
         }
         Ok((self.shown(&look(&*self.file(node)?)?), self.timeout()))
     }
