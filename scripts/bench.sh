@@ -2,7 +2,7 @@
 # `make bench`: the figures, as ratios measured in one run, on release builds.
 source "$(dirname "$0")/say.sh"
 
-"$top/scripts/prepare.sh" run
+"$top/scripts/prepare.sh" bench
 step "Build (release)"
 "$top/scripts/build.sh" --release
 cargo build --quiet --locked --profile release -p pepo-e2e --bin pepo-bench

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What this machine lacks to build and run Pepo: said first, then installed. `prepare.sh [run|test|soak|check] [--plan]`;
+# What this machine lacks to build and run Pepo: said first, then installed. `prepare.sh [run|test|bench|soak|check] [--plan]`;
 # --plan only says. Safe to repeat; takes no time when nothing is missing.
 source "$(dirname "$0")/say.sh"
 
@@ -7,7 +7,7 @@ purpose=run
 plan_only=
 for arg; do
   case $arg in
-    run | test | soak | check) purpose=$arg ;;
+    run | test | bench | soak | check) purpose=$arg ;;
     --plan) plan_only=1 ;;
     *) fail "prepare.sh does not know \`$arg\`" ;;
   esac
@@ -21,7 +21,7 @@ command -v cargo >/dev/null || fail "cargo is not on PATH" "Rust 1.95 or newer i
 needs=(qemu-system-x86:qemu-system-x86_64 mmdebstrap:mmdebstrap uidmap:newuidmap erofs-utils:mkfs.erofs nftables:nft
   e2fsprogs:mkfs.ext4 gcc:cc kmod:depmod cpio:cpio zstd:zstd)
 [ "$purpose" = check ] && needs=(gcc:cc)
-[ "$purpose" = test ] || [ "$purpose" = soak ] && needs+=(git:git iproute2:ip)
+case $purpose in test | bench | soak) needs+=(git:git iproute2:ip) ;; esac
 # Too much for every test run: a few hundred MB.
 [ "$purpose" = soak ] && needs+=(chromium:chromium)
 

@@ -119,6 +119,11 @@ impl Instance {
             Some(namespace) => Program::new("/usr/bin/nsenter")
                 .args([std::ffi::OsString::from(format!("--net={}", namespace.display())), path.into()]),
         };
+        self.surrounded(program, network)
+    }
+
+    /// With the environment that makes a program this instance's.
+    fn surrounded(&self, program: Program, network: &str) -> Program {
         let program = program.env("PEPO_HOME", &self.home).env("PEPO_NETWORK_MODE", network);
         // The whole suite under one VMM or the other: asked for from outside, else the host decides.
         let asked = ["PEPO_VMM", "PEPO_SANDBOX_FIRECRACKER"].map(|name| (name, std::env::var_os(name)));
@@ -126,6 +131,15 @@ impl Instance {
             Some(value) => program.env(name, value),
             None => program,
         })
+    }
+
+    /// Builds an Image: `base` and these packages, under that name. Done on this machine itself, before [`Instance::up`]: what
+    /// stands for the instance's may have no way to a mirror.
+    pub fn build_image(&self, name: &str, packages: &[&str]) {
+        let pepo = || self.surrounded(Program::new(bin("pepo")), "off");
+        let packages = packages.iter().flat_map(|package| ["--package", package]);
+        pepo().args(["image", "build", "base", "--name", name]).args(packages).within(15 * MINUTE).ok();
+        pepo().args(["down"]).ok();
     }
 
     /// Whether its guests run under Firecracker, by what `pepod` itself says.

@@ -12,6 +12,7 @@ mod life;
 mod many;
 mod neighbours;
 mod network;
+mod nfs;
 mod room;
 mod table;
 mod workspace;

@@ -45,14 +45,14 @@ impl Room {
 
     /// With a Workspace of its own (`own`), or `none`.
     pub fn with_workspace(workspace: &str) -> Self {
-        let instance = Instance::new();
+        Self::of(Instance::new(), &["--workspace", workspace])
+    }
+
+    /// In that instance, with these options of the Session's.
+    pub fn of(instance: Instance, options: &[&str]) -> Self {
         let up = instance.up();
-        let session = instance
-            .pepo(["session", "create", "-q", "--memory", "512m", "--workspace", workspace])
-            .ok()
-            .out()
-            .trim()
-            .to_owned();
+        let create = instance.pepo(["session", "create", "-q", "--memory", "512m"]).args(options);
+        let session = create.ok().out().trim().to_owned();
         instance.pepo(["exec", &session, "--", "true"]).ok();
         let guest = Guest::find(&instance);
         let server = instance
