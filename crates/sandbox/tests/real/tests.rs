@@ -388,8 +388,8 @@ fn cgroups() {
     let leaf = all.leaf(&name);
     leaf.create(&Limits { memory_bytes: 64 << 20, cpu_us: 50_000, pids: 20, weight_cpus: 1 }).unwrap();
     assert!(leaf.exists() && leaf.processes().is_empty());
-    // It waits for a line before it begins, so that it begins inside.
-    let line = ["sh", "-c", "read go; while :; do /bin/sleep 1000 & done"].map(|word| CString::new(word).unwrap());
+    // It waits for a line before it begins, so that it begins inside or, where this test fails first, not at all.
+    let line = ["sh", "-c", "read go && while :; do /bin/sleep 1000 & done"].map(|word| CString::new(word).unwrap());
     let (mut go, theirs) = UnixStream::pair().unwrap();
     let (theirs, nowhere) = (theirs.into(), fs::File::create("/dev/null").unwrap().into());
     let birthplace = leaf.birthplace().unwrap();
