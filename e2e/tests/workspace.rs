@@ -108,6 +108,7 @@ for n in range(60):
     try:
         os.close(os.open(f"x{n}", os.O_CREAT | os.O_EXCL | os.O_WRONLY)); won += 1
     except FileExistsError: pass
+    open(f"s{n}", "a").close()
     os.rename(*[(lambda p: (open(p, "w").close(), p)[1])(f"r{me}{n}"), "target"])
     with open("lines", "a") as f: f.write(me * 40 + "\n")
 base = sqlite3.connect("base", timeout=120)

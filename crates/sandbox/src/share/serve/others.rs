@@ -66,3 +66,22 @@ fn a_write_at_the_end_is_there_and_another_of_the_same_open_file_has_its_place()
     write(append, 0, b"e");
     assert_eq!(std::fs::read_to_string(&path).expect("read"), "0-23abXYcde");
 }
+
+#[test]
+fn what_another_made_meanwhile_is_not_opened_unasked() {
+    let share = tempfile::tempdir().expect("directory");
+    let (mut stream, _running) = serve(share.path(), Cache::Shared);
+    init(&mut stream);
+    assert_eq!(ask(&mut stream, 1, 1, b"f\0").0, -libc::ENOENT);
+    std::fs::write(share.path().join("f"), "another's").expect("file");
+    let mut create = |flags: i32, name: &str| {
+        let words = [flags as u32, 0o100_644, 0o022, 0].map(u32::to_le_bytes).concat();
+        ask(&mut stream, 35, 1, &[&words, name.as_bytes(), b"\0"].concat()).0
+    };
+    let truncate = libc::O_CREAT | libc::O_WRONLY | libc::O_TRUNC;
+    assert_eq!(create(truncate, "f"), -libc::ESTALE, "the guest's kernel has not looked whether it may");
+    assert_eq!(create(truncate | libc::O_EXCL, "f"), -libc::EEXIST);
+    assert_eq!(std::fs::read_to_string(share.path().join("f")).expect("read"), "another's");
+    assert_eq!(create(truncate, "g"), 0);
+    assert_eq!(std::fs::metadata(share.path().join("g")).expect("made").permissions().mode() & 0o777, 0o644);
+}

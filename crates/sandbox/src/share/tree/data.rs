@@ -9,6 +9,7 @@ use std::os::fd::AsFd;
 use fuse_backend_rs::abi::fuse_abi::{CreateIn, FOPEN_IN_KILL_SUIDGID, OpenOptions, WRITE_KILL_PRIV};
 use fuse_backend_rs::api::filesystem::{Context, Entry, ZeroCopyReader, ZeroCopyWriter};
 use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom};
+use rustix::io::Errno;
 use rustix::io::ReadWriteFlags;
 
 use super::super::Cache;
@@ -92,21 +93,18 @@ impl Tree {
 
     pub(super) fn create_data(&self, ctx: &Context, parent: u64, name: &CStr, args: CreateIn) -> io::Result<Created> {
         let (name, directory) = (plain(name)?, self.file(parent)?);
-        let exclusive = OFlags::from_bits_retain(args.flags) & OFlags::EXCL;
-        let flags = sane(args.flags);
+        let exclusive = OFlags::from_bits_retain(args.flags).contains(OFlags::EXCL);
         self.act_as(ctx)?;
-        let how = flags | exclusive | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
-        // What is there already may be a pipe by now: NONBLOCK does not wait for its other end.
-        let file = File::from(rustix::fs::openat(&*directory, name, how, self.mode(args.mode))?);
-        let mut seen = look(&file)?;
-        if u32::from(seen.stx_mode) & libc::S_IFMT != libc::S_IFREG {
-            return Err(errno(libc::ENXIO));
-        }
-        if args.fuse_flags & FOPEN_IN_KILL_SUIDGID != 0 {
-            drop_set_ids(&file)?;
-            seen = look(&file)?;
-        }
-        let entry = self.entry(parent, name, &seen)?;
+        let how =
+            sane(args.flags) | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
+        // Another Session made it since the guest's kernel looked, which has asked nobody whether this user may open it. At
+        // ESTALE it looks once more, and opens what it finds as any file.
+        let made = rustix::fs::openat(&*directory, name, how, self.mode(args.mode)).map_err(|error| match error {
+            Errno::EXIST if !exclusive => Errno::STALE,
+            other => other,
+        })?;
+        let file = File::from(made);
+        let entry = self.entry(parent, name, &look(&file)?)?;
         match self.hold(file, entry.inode, false) {
             Ok(handle) => Ok((entry, Some(handle), self.kept(), None)),
             Err(error) => {
