@@ -535,9 +535,14 @@ async fn whoever_asks_for_names_that_nobody_answers_leaves_lines_to_others() {
 
 /// The sockets of a guest's side, served.
 async fn served(resolver: &Arc<Tested>) -> (UdpSocket, SocketAddr, CancellationToken) {
-    let udp = std::net::UdpSocket::bind("127.0.0.1:0").expect("bind");
+    // A port that is free to the one may be taken to the other.
+    let (udp, tcp) = loop {
+        let udp = std::net::UdpSocket::bind("127.0.0.1:0").expect("bind");
+        if let Ok(tcp) = std::net::TcpListener::bind(udp.local_addr().expect("address")) {
+            break (udp, tcp);
+        }
+    };
     let address = udp.local_addr().expect("address");
-    let tcp = std::net::TcpListener::bind(address).expect("bind");
     let end = CancellationToken::new();
     let sockets = Sockets { udp: udp.into(), tcp: tcp.into() };
     tokio::spawn(serve(sockets, Arc::clone(resolver), 100, end.clone()));

@@ -93,6 +93,8 @@ impl World {
         host.address(wan, HOST, 24).expect("address");
         host.neighbour(wan, SERVER, address::Mac([2, 0, 0, 0, 0, 1])).expect("neighbour");
         host.default_route(wan, SERVER).expect("route");
+        links_carry(internet.as_fd());
+        links_carry(here.as_fd());
         let root = tempfile::tempdir().expect("directory");
         let jails = root.path().join("jail");
         std::fs::create_dir(&jails).expect("jails");
@@ -125,8 +127,14 @@ impl World {
     }
 
     fn slot(&self, number: u16) -> (SandboxId, Slot, Guest) {
+        self.slot_with(number, &self.settings)
+    }
+
+    fn slot_with(&self, number: u16, settings: &Settings) -> (SandboxId, Slot, Guest) {
         let id = SandboxId::new(Number::new(number).expect("slot"));
-        let (slot, tap) = Slot::prepare(&self.place, id, &self.settings, Device::Handed).expect("slot");
+        let (slot, tap) = Slot::prepare(&self.place, id, settings, Device::Handed).expect("slot");
+        links_carry(namespace(&self.place, id).expect("namespace").as_fd());
+        links_carry(own_namespace().expect("here").as_fd());
         (id, slot, Guest { tap, port: 40_000 })
     }
 
@@ -287,6 +295,26 @@ impl Guest {
         let (source, protocol, body) = self.next(SOON).expect("the answer comes");
         assert_eq!((source, protocol, &body[8..]), (*to.ip(), 17, &b"answer"[..]));
         true
+    }
+}
+
+/// Waits until every link of a namespace carries. The kernel looks at that in a thread of its own, which a busy host lets
+/// wait, and what is sent before is lost.
+fn links_carry(namespace: BorrowedFd<'_>) {
+    let deadline = Instant::now() + 4 * SOON;
+    let links = || {
+        on_a_thread(|| {
+            enter(namespace).expect("enter");
+            Ok(std::process::Command::new("ip").args(["-o", "link", "show", "type", "veth"]).output().expect("ip"))
+        })
+    };
+    loop {
+        let said = String::from_utf8_lossy(&links().expect("inside").stdout).into_owned();
+        if said.lines().all(|line| line.contains(" state UP ")) {
+            return;
+        }
+        assert!(Instant::now() < deadline, "{said}");
+        std::thread::sleep(Duration::from_millis(2));
     }
 }
 

@@ -10,10 +10,9 @@ fn settings(world: &World) -> Settings {
 }
 
 fn open_to_all(world: &World, settings: &Settings, number: u16) -> (SandboxId, Slot, Guest) {
-    let id = SandboxId::new(Number::new(number).expect("slot"));
-    let (mut slot, tap) = Slot::prepare(&world.place, id, settings, Device::Handed).expect("slot");
+    let (id, mut slot, guest) = world.slot_with(number, settings);
     slot.apply(Policy::public(), settings).expect("public");
-    (id, slot, Guest { tap, port: 40_000 })
+    (id, slot, guest)
 }
 
 /// Connections in the table of the namespace that the calling thread is in.
