@@ -238,12 +238,14 @@ impl Tree {
         }
     }
 
-    /// Sends a signal to every process except `spared`, the youngest first: of a pipeline the reader, which would
-    /// otherwise end by itself once its writer is gone.
+    /// Sends a signal to every process except `spared`: to the oldest first, a shell mostly, which would go on to its next
+    /// line once what it waits for is gone; then to the youngest, of a pipeline the reader, which would end by itself once
+    /// its writer is gone.
     pub fn signal(&self, signal: i32, spared: Option<i32>) {
         let mut pids = self.pids();
         pids.sort_unstable_by(|a, b| b.cmp(a));
-        for pid in pids {
+        let oldest = pids.pop();
+        for pid in oldest.into_iter().chain(pids) {
             if Some(pid) != spared {
                 // As above.
                 let _ = sys::kill(pid, signal);
