@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # `make soak [BOOTS=200]`: many boots in a row without a hang, then what takes too long for `make test`.
-# `soak.sh PART…`: some parts of pepo-soak alone (boots, deaths, keep, crowds, upgrade, browser, page).
+# `soak.sh PART…`: some parts of pepo-soak alone (boots, deaths, keep, loads, crowds, upgrade, browser, page).
 source "$(dirname "$0")/say.sh"
 
 "$top/scripts/prepare.sh" soak

@@ -81,6 +81,28 @@ impl Up {
         said
     }
 
+    /// The same of one that takes longer than an answer waits.
+    pub async fn ok_within(&self, session: &str, line: &str, limit: Duration) -> String {
+        let command = CreateCommand {
+            command: Some(line.into()),
+            wait_seconds: Some(0),
+            timeout_seconds: Some(0),
+            ..CreateCommand::default()
+        };
+        let command = self.client.command_create(session, &command).await.expect("a command").command.id;
+        let began = Instant::now();
+        loop {
+            let output = self.client.command_show(session, command, &ShowCommand::default()).await.expect("show");
+            if let Some(end) = output.command.end {
+                assert_eq!(end.exit_code, Some(0), "`{line}`: {end:?} {:?} {:?}", output.stdout, output.stderr);
+                let Text::Utf8(text) = output.stdout else { panic!("`{line}` says what is no text") };
+                return text;
+            }
+            assert!(began.elapsed() < limit, "`{line}` goes on");
+            tokio::time::sleep(Duration::from_millis(500)).await;
+        }
+    }
+
     /// Puts a file into /tmp.
     pub async fn put(&self, session: &str, name: &str, text: &str) {
         let query = WriteFile { path: format!("/tmp/{name}"), ..WriteFile::default() };
@@ -335,7 +357,7 @@ pub async fn large_file(mib: u64) {
          cmp <(sha256sum < real) /tmp/sum; tail -c 4 hole; [ $(stat -c %b hole) -lt 64 ]; stat -c %s real hole"
     );
     let began = Instant::now();
-    let said = up.ok(&session, &line).await;
+    let said = up.ok_within(&session, &line, Duration::from_secs(3600)).await;
     println!("{mib} MiB written and read in {:?}", began.elapsed());
     assert_eq!(said, format!("end\n{}\n{}\n", mib << 20, (mib << 20) + 4));
     up.client.session_terminate(&session).await.expect("terminate");

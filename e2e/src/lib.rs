@@ -12,6 +12,7 @@ pub mod durable;
 mod host;
 mod instance;
 pub mod line;
+pub mod loads;
 pub mod names;
 pub mod neighbours;
 pub mod page;

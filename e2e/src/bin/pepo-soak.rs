@@ -1,8 +1,9 @@
 //! `make soak`: what takes too long for `make test`. Many boots in a row, of which not one may hang; every process dead at
-//! every moment of a Sandbox's life; Workspaces under kills and loads; crowds of connections and floods; an upgrade from the
-//! previous commit's programs; a browser in a Session, and one outside whose page runs a command in one.
+//! every moment of a Sandbox's life; Workspaces under kills, at size, and under what people's programs do to files all day;
+//! crowds of connections and floods; an upgrade from the previous commit's programs; a browser in a Session, and one outside
+//! whose page runs a command in one.
 //!
-//! `pepo-soak [boots|deaths|keep|crowds|upgrade|browser|page]…`: those alone.
+//! `pepo-soak [boots|deaths|keep|loads|crowds|upgrade|browser|page]…`: those alone.
 
 #![allow(clippy::panic, clippy::expect_used, reason = "a soak fails by panicking")]
 #![allow(clippy::print_stdout, reason = "its report is its purpose")]
@@ -12,15 +13,16 @@ use std::time::Duration;
 
 use pepo_e2e::crowd::{FLOODS, Two};
 use pepo_e2e::strike::{Moment, Ring, Victim};
-use pepo_e2e::{Instance, Options, durable, page, upgrade};
+use pepo_e2e::{Instance, Options, durable, loads, page, upgrade};
 
 /// What is counted as a hang: a boot takes about two seconds.
 const HANG: Duration = Duration::from_secs(120);
 
-const PARTS: [(&str, fn()); 7] = [
+const PARTS: [(&str, fn()); 8] = [
     ("boots", boots),
     ("deaths", deaths),
     ("keep", keep),
+    ("loads", load),
     ("crowds", crowds),
     ("upgrade", upgrades),
     ("browser", browse),
@@ -127,6 +129,13 @@ fn crowds() {
         }
         two.end();
     }
+}
+
+/// Workspaces under git, npm, pip, SQLite, rsync, cargo and the tests of Python's own library (`LOADS=git,npm`: those alone).
+fn load() {
+    let wanted = std::env::var("LOADS").unwrap_or_default();
+    let wanted: Vec<&str> = wanted.split(',').filter(|name| !name.is_empty()).collect();
+    now(loads::run(&wanted));
 }
 
 fn boot(count: usize) {
