@@ -97,7 +97,7 @@ impl Tree {
         self.act_as(ctx)?;
         let how =
             sane(args.flags) | OFlags::CREATE | OFlags::EXCL | OFlags::NOFOLLOW | OFlags::CLOEXEC | OFlags::NOCTTY;
-        // Another Session made it since the guest's kernel looked, which has asked nobody whether this user may open it. At
+        // Another guest made it since the guest's kernel looked, which has asked nobody whether this user may open it. At
         // ESTALE it looks once more, and opens what it finds as any file.
         let made = rustix::fs::openat(&*directory, name, how, self.mode(args.mode)).map_err(|error| match error {
             Errno::EXIST if !exclusive => Errno::STALE,
