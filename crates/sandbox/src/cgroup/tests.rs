@@ -55,6 +55,10 @@ fn v1_files(leaf: &str) -> Vec<(String, &'static str)> {
         ("pids", "pids.max", "max"),
         ("pids", "pids.current", "7\n"),
         ("freezer", "freezer.state", "THAWED"),
+        ("cpu,cpuacct", "tasks", ""),
+        ("memory", "tasks", ""),
+        ("pids", "tasks", ""),
+        ("freezer", "tasks", ""),
     ]
     .into_iter()
     .map(|(mount, file, text)| (format!("{mount}/{leaf}/{file}"), text))
@@ -80,6 +84,9 @@ fn v1_limits_are_written_in_each_hierarchy() {
     assert_eq!(leaf.held().expect("held").cpu_us, 200_000);
     assert!(tree.text("memory/one/memory.swappiness").starts_with('0'));
     assert!(!tree.path("devices/one").exists() && !tree.path("name=systemd/one").exists());
+    // Nobody is born in it: whoever is to be joins each hierarchy.
+    assert!(leaf.birthplace().expect("none").is_none());
+    assert_eq!(leaf.doors().expect("doors").len(), leaf.hierarchies());
 }
 
 #[test]
@@ -113,6 +120,8 @@ fn v2_limits_and_usage() {
     let leaf = all.leaf("one");
     leaf.create(&LIMITS).expect("create");
     assert_eq!(tree.text("one/cpu.max"), "200000 100000");
+    // Whoever is born in it has nothing left to join.
+    assert!(leaf.birthplace().expect("a directory").is_some() && leaf.doors().expect("none").is_empty());
     let held = leaf.held().expect("held");
     let wanted = Held { memory_bytes: 300 << 20, swap: true, cpu_us: 200_000, weight: 200, pids: 100 };
     assert_eq!(held, wanted);
