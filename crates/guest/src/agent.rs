@@ -639,8 +639,8 @@ impl Agent {
 async fn mount(mut stream: Stream, wanted: Share) -> bool {
     let mounted = spawn_blocking(move || share::mount_tree(&wanted)).await;
     let mounted = mounted.unwrap_or_else(|_| Err(failed(FailureCode::Io, "the tree was not mounted")));
-    let fuse = match mounted {
-        Ok(fuse) => fuse,
+    let (fuse, pages) = match mounted {
+        Ok(mounted) => mounted,
         Err(outcome) => {
             stream.end(outcome).await;
             return false;
@@ -652,7 +652,7 @@ async fn mount(mut stream: Stream, wanted: Share) -> bool {
     let (socket, input, _) = stream.into_parts();
     let pumping = std::thread::Builder::new().name("share".to_owned()).stack_size(128 << 10);
     // Without a thread both ends close here, which the host sees.
-    pumping.spawn(move || share::pump(fuse, socket, input)).is_ok()
+    pumping.spawn(move || share::pump(fuse, pages, socket, input)).is_ok()
 }
 
 fn not_a_user(error: crate::user::Error) -> Outcome {

@@ -1,33 +1,16 @@
 //! A tree of one file, served by this program to its own kernel: what a mount of the host's asks of the guest, done once
 //! before anybody waits for it. Called by the agent's Ready.
-//!
-//! The layouts are those of the kernel's `include/uapi/linux/fuse.h`, protocol 7.31.
 
 use std::io;
 use std::os::fd::OwnedFd;
 
 use rustix::io::Errno;
 
-use crate::share::{ANSWER_HEAD, MESSAGE, REQUEST_HEAD, send};
+use crate::fuse::{ANSWER_HEAD, MESSAGE, REQUEST_HEAD, node, op, operation, word};
+use crate::share::send;
 
 /// The file in it, which says the same.
 pub const FILE: &str = "rehearsal";
-
-/// What is asked for by these numbers and answered.
-mod op {
-    pub const LOOKUP: u32 = 1;
-    pub const FORGET: u32 = 2;
-    pub const GETATTR: u32 = 3;
-    pub const OPEN: u32 = 14;
-    pub const READ: u32 = 15;
-    pub const RELEASE: u32 = 18;
-    pub const FLUSH: u32 = 25;
-    pub const INIT: u32 = 26;
-    pub const INTERRUPT: u32 = 36;
-    pub const DESTROY: u32 = 38;
-    pub const BATCH_FORGET: u32 = 42;
-    pub use crate::share::HERE;
-}
 
 /// Serves the tree on the host's end of a stream until that ends.
 ///
@@ -57,13 +40,9 @@ pub fn serve(stream: &OwnedFd) -> io::Result<()> {
     }
 }
 
-fn word(bytes: &[u8], at: usize) -> u32 {
-    u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]])
-}
-
 /// What a request is answered, if it is.
 fn answer(request: &[u8]) -> Option<Vec<u8>> {
-    let body = match word(request, 4) {
+    let body = match operation(request) {
         op::INIT => {
             // major, minor, max_readahead, flags, max_background and congestion_threshold, max_write, time_gran; no more.
             let words = [7_u32, 31, 1 << 17, 0, 16 | (12 << 16), 1 << 17, 1];
@@ -74,10 +53,7 @@ fn answer(request: &[u8]) -> Option<Vec<u8>> {
             Ok([[2_u64, 0, 0, 0, 0].map(u64::to_le_bytes).concat(), attributes(2)].concat())
         }
         op::LOOKUP => Err(Errno::NOENT),
-        op::GETATTR => {
-            let node = word(request, 16);
-            Ok([[0_u64; 2].map(u64::to_le_bytes).concat(), attributes(u64::from(node))].concat())
-        }
+        op::GETATTR => Ok([[0_u64; 2].map(u64::to_le_bytes).concat(), attributes(node(request))].concat()),
         op::OPEN => Ok(vec![0; 16]),
         op::READ => Ok(FILE.into()),
         op::FLUSH | op::RELEASE | op::DESTROY => Ok(Vec::new()),

@@ -1,50 +1,45 @@
 //! A tree of the host's as a file system of the guest: the kernel's requests go out on a stream, answers come in.
 //!
-//! Nothing is understood here but the length in front of each message. Two threads pass them on, apart from the agent's
-//! own, so that the agent may use the mount like any program. The mount's end is told by nothing: where the stream ends,
+//! Two threads pass messages on, apart from the agent's own, so that the agent may use the mount like any program. What
+//! they understand of them is told in [`here`] and [`ahead`]. The mount's end is told by nothing: where the stream ends,
 //! the kernel's connection is broken, and every use of the mount fails from then on; it is never an empty directory.
 //!
 //! ```text
 //!   /dev/fuse --a request--> whole, in pieces that streams take --> host     (from the host's first word on)
+//!             <-- done ----- a file that is closed
 //!   /dev/fuse <--an answer, in one piece--- whole <---------------- host
 //!                         is anybody there? --> yes (and not to the kernel)
 //! ```
 //! Called by `agent`, in a guest only.
 
+mod ahead;
+mod here;
+
+use std::ffi::CString;
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::{PermissionsExt, symlink};
-use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
 use bytes::BytesMut;
-use pepo_proto::{FailureCode, Keep, Outcome, Share};
+use pepo_proto::{FailureCode, Outcome, Share};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, poll};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
-use rustix::mount::{MountFlags, mount, mount_bind};
+use rustix::mount::{MountFlags, mount};
 
+use crate::fuse::{ANSWER_HEAD, MESSAGE, REQUEST_HEAD, done, op, operation, word};
 use crate::stream::{MAX_WRITE, failed};
-use crate::user::User;
+use ahead::{Ahead, Mounted, Pages, Runs};
+use here::{By, Here};
 
-/// The longest message: what the kernel sends and takes at the most.
-pub const MESSAGE: usize = (1 << 20) + 4096;
-
-/// Bytes before an answer's own.
-pub const ANSWER_HEAD: usize = 16;
-
-/// Bytes before a request's own.
-pub const REQUEST_HEAD: usize = 40;
-
-/// The operation that says that somebody is here.
-pub const HERE: u32 = u32::MAX;
-
-/// Mounts the tree. The kernel's side of it is the descriptor; nothing is asked of the host before it is read.
+/// Mounts the tree. The kernel's side of it is the descriptor; nothing is asked of the host before it is read. The other
+/// is what reads its directories.
 ///
 /// # Errors
 /// What the host is to be told.
-pub fn mount_tree(share: &Share) -> Result<OwnedFd, Outcome> {
+pub fn mount_tree(share: &Share) -> Result<(OwnedFd, impl Pages + use<>), Outcome> {
     let plain = share.path.starts_with('/')
         && share.path.len() > 1
         && share.path[1..].split('/').all(|part| !part.is_empty() && part != "." && part != "..");
@@ -59,36 +54,39 @@ pub fn mount_tree(share: &Share) -> Result<OwnedFd, Outcome> {
     // The kernel checks permissions by what the files say, for every user.
     let options =
         format!("fd={},rootmode=40000,user_id=0,group_id=0,default_permissions,allow_other", fuse.as_raw_fd());
-    let options = std::ffi::CString::new(options).map_err(|error| told("mount", error.into()))?;
+    let options = CString::new(options).map_err(|error| told("mount", error.into()))?;
+    let path = CString::new(&*share.path).map_err(|error| told("mount", error.into()))?;
     let mut how = MountFlags::NOSUID | MountFlags::NODEV;
     if share.read_only {
         how |= MountFlags::RDONLY;
     }
-    mount("workspace", &*share.path, "fuse", how, Some(options.as_c_str()))
-        .map_err(|error| told("mount", error.into()))?;
-    Ok(fuse)
+    mount("workspace", &*path, "fuse", how, Some(options.as_c_str())).map_err(|error| told("mount", error.into()))?;
+    let pages = Mounted::at(path).map_err(|error| told("look at", error.into()))?;
+    Ok((fuse, pages))
 }
 
 /// Passes messages on until either side has gone. `input` is what was read of the stream already.
-pub fn pump(fuse: OwnedFd, stream: OwnedFd, input: BytesMut) {
+pub fn pump(fuse: OwnedFd, pages: impl Pages, stream: OwnedFd, input: BytesMut) {
     let Ok((stopped, stop)) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC) else { return };
     if rustix::io::ioctl_fionbio(&stream, false).is_err() {
         return;
     }
     let Ok(begun) = rustix::event::eventfd(0, EventfdFlags::CLOEXEC) else { return };
+    let runs = Arc::<Mutex<Runs>>::default();
+    let ahead = Ahead::new(runs.clone(), pages);
     let link = Link { fuse, stream, writing: Mutex::new(()), begun };
     std::thread::scope(|scope| {
         let (link, stopped) = (&link, &stopped);
         let requests = std::thread::Builder::new().name("requests".to_owned()).stack_size(128 << 10);
         if requests
             .spawn_scoped(scope, move || {
-                link.requests(stopped);
+                link.requests(stopped, ahead);
                 // Unmounted, or the stream takes no more: whoever waits for answers need not.
                 let _ = rustix::net::shutdown(&link.stream, rustix::net::Shutdown::Both);
             })
             .is_ok()
         {
-            link.answers(input);
+            link.answers(input, &runs);
         }
         drop(stop);
     });
@@ -105,28 +103,52 @@ struct Link {
 }
 
 impl Link {
-    fn requests(&self, stopped: &OwnedFd) {
+    fn requests(&self, stopped: &OwnedFd, mut ahead: Ahead<impl Pages>) {
         let mut buffer = vec![0; MESSAGE];
+        let mut here = Here::default();
         // Before the host has spoken nothing is sent: it may still be on its way to whoever serves.
         if !either(stopped, &self.begun) {
             return;
         }
         while either(stopped, &self.fuse) {
-            loop {
-                match rustix::io::read(&self.fuse, &mut buffer) {
-                    Ok(0) => return,
-                    Ok(read) => {
-                        if self.send(&buffer[..read]).is_err() {
-                            return;
-                        }
+            match rustix::io::read(&self.fuse, &mut buffer) {
+                Ok(0) => return,
+                Ok(read) => {
+                    if self.request(&mut buffer[..read], &mut here, &mut ahead).is_err() {
+                        return;
                     }
-                    // One that was interrupted before it was read.
-                    Err(Errno::NOENT | Errno::INTR) => {}
-                    Err(Errno::AGAIN) => break,
-                    // Unmounted.
-                    Err(_) => return,
                 }
+                // One that was interrupted before it was read.
+                Err(Errno::NOENT | Errno::INTR | Errno::AGAIN) => {}
+                // Unmounted.
+                Err(_) => return,
             }
+        }
+    }
+
+    fn request(&self, request: &mut [u8], here: &mut Here, ahead: &mut Ahead<impl Pages>) -> io::Result<()> {
+        let by = here.by(request);
+        if by != By::Host {
+            self.tell(&done(request))?;
+        }
+        if by == By::Both {
+            number_none(request);
+        }
+        if by != By::Us {
+            self.send(request)?;
+        }
+        if operation(request) == op::LOOKUP {
+            ahead.asked(request);
+        }
+        Ok(())
+    }
+
+    /// Tells the kernel.
+    fn tell(&self, message: &[u8]) -> io::Result<()> {
+        match rustix::io::write(&self.fuse, message) {
+            // Of the second kind: whoever asked was killed meanwhile, or the kernel knows nothing of what a notice is about.
+            Ok(_) | Err(Errno::NOENT | Errno::INTR | Errno::INVAL | Errno::AGAIN) => Ok(()),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -135,15 +157,14 @@ impl Link {
         send(&self.stream, bytes)
     }
 
-    fn answers(&self, input: BytesMut) {
+    fn answers(&self, input: BytesMut, runs: &Mutex<Runs>) {
         let mut buffer = vec![0; MESSAGE + (64 << 10)];
         let (mut from, mut to) = (0, input.len().min(MESSAGE));
         buffer[..to].copy_from_slice(&input[..to]);
         drop(input);
         loop {
             while to - from >= 4 {
-                let word = |at: usize| u32::from_le_bytes([buffer[at], buffer[at + 1], buffer[at + 2], buffer[at + 3]]);
-                let length = word(from) as usize;
+                let length = word(&buffer, from) as usize;
                 if !(ANSWER_HEAD..=MESSAGE).contains(&length) {
                     return;
                 }
@@ -159,16 +180,14 @@ impl Link {
                     }
                     let mut here = [0; REQUEST_HEAD];
                     here[..4].copy_from_slice(&(REQUEST_HEAD as u32).to_le_bytes());
-                    here[4..8].copy_from_slice(&HERE.to_le_bytes());
+                    here[4..8].copy_from_slice(&op::HERE.to_le_bytes());
                     if self.send(&here).is_err() {
                         return;
                     }
                 } else {
-                    match rustix::io::write(&self.fuse, message) {
-                        // Of the second kind: whoever asked was killed meanwhile, or the kernel knows nothing of what a
-                        // notice is about.
-                        Ok(_) | Err(Errno::NOENT | Errno::INTR | Errno::INVAL | Errno::AGAIN) => {}
-                        Err(_) => return,
+                    runs.lock().unwrap_or_else(PoisonError::into_inner).answered(message, Instant::now());
+                    if self.tell(message).is_err() {
+                        return;
                     }
                 }
                 from += length;
@@ -184,6 +203,13 @@ impl Link {
                 Err(_) => return,
             }
         }
+    }
+}
+
+/// Takes the number from a request: whoever has it then answers nobody.
+fn number_none(request: &mut [u8]) {
+    if let Some(number) = request.get_mut(8..16) {
+        number.fill(0);
     }
 }
 
@@ -215,102 +241,24 @@ pub fn send(stream: &OwnedFd, mut bytes: &[u8]) -> io::Result<()> {
     Ok(())
 }
 
-/// Keeps paths in a mounted tree: each has its like below `top`, bound over its place. What is at the place already, and
-/// not kept yet, is where keeping begins.
-///
-/// # Errors
-/// What the host is to be told.
-pub fn keep(keep: &Keep, user: &User) -> Result<(), Outcome> {
-    let top = Path::new(&keep.top);
-    for path in &keep.paths {
-        let wrong = || failed(FailureCode::Invalid, format!("{path:?} cannot be kept"));
-        let place = match path.strip_prefix("~/") {
-            Some(rest) => Path::new(&user.home).join(rest),
-            None => PathBuf::from(path),
-        };
-        let parts: Vec<_> = place.components().skip(1).collect();
-        let plain = parts.iter().all(|part| matches!(part, std::path::Component::Normal(_)));
-        if !place.is_absolute() || parts.is_empty() || !plain || place.starts_with(top) || top.starts_with(&place) {
-            return Err(wrong());
-        }
-        let told = |what: &str, error: io::Error| failed(FailureCode::Io, format!("{what} {path}: {error}"));
-        let kept = top.join(place.strip_prefix("/").map_err(|_| wrong())?);
-        let is_file = match (fs::symlink_metadata(&kept), fs::metadata(&place)) {
-            (Ok(kept), _) => kept.is_file(),
-            (Err(_), Ok(place)) => place.is_file(),
-            (Err(_), Err(_)) => false,
-        };
-        let above = |path: &Path| path.parent().map(Path::to_owned).unwrap_or_default();
-        directories(&above(&kept), user).map_err(|error| told("make", error))?;
-        if fs::symlink_metadata(&kept).is_err() {
-            begin(&place, &kept, is_file, user).map_err(|error| told("begin to keep", error))?;
-        }
-        directories(&above(&place), user).map_err(|error| told("make", error))?;
-        if fs::metadata(&place).is_err() {
-            let made = if is_file { fs::File::create(&place).map(drop) } else { fs::create_dir(&place) };
-            made.and_then(|()| own(&place, user)).map_err(|error| told("make", error))?;
-        }
-        mount_bind(&kept, &place).map_err(|error| told("bind", error.into()))?;
-    }
-    Ok(())
-}
-
-/// The first content of what is kept: that of its place.
-fn begin(place: &Path, kept: &Path, is_file: bool, user: &User) -> io::Result<()> {
-    if is_file {
-        match fs::copy(place, kept) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => fs::File::create(kept).map(drop)?,
-            done => drop(done?),
-        }
-        return own(kept, user);
-    }
-    fs::create_dir(kept)?;
-    own(kept, user)?;
-    let entries = match fs::read_dir(place) {
-        Ok(entries) => entries,
-        Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error),
-    };
-    for entry in entries {
-        let entry = entry?;
-        let (from, to) = (entry.path(), kept.join(entry.file_name()));
-        let kind = entry.file_type()?;
-        if kind.is_symlink() {
-            symlink(fs::read_link(&from)?, &to)?;
-        } else {
-            begin(&from, &to, !kind.is_dir(), user)?;
-            fs::set_permissions(&to, fs::metadata(&from)?.permissions())?;
-        }
-    }
-    Ok(())
-}
-
-fn own(path: &Path, user: &User) -> io::Result<()> {
-    std::os::unix::fs::lchown(path, Some(user.uid), Some(user.gid))
-}
-
-/// Makes what is missing of a path, each part the user's.
-fn directories(path: &Path, user: &User) -> io::Result<()> {
-    if path.is_dir() {
-        return Ok(());
-    }
-    if let Some(above) = path.parent() {
-        directories(above, user)?;
-    }
-    match fs::create_dir(path) {
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => return Ok(()),
-        done => done?,
-    }
-    fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;
-    own(path, user)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
 
     use super::*;
+    use crate::fuse::op;
+
+    /// Directories that nobody reads.
+    struct Unread;
+
+    impl Pages for Unread {
+        fn page(&mut self, _: u64, _: bool) -> ahead::Page {
+            ahead::Page::Failed
+        }
+
+        fn rest(&mut self) {}
+    }
 
     /// A pipe of packets in the place of the kernel's side.
     fn linked() -> (UnixStream, OwnedFd, std::thread::JoinHandle<()>) {
@@ -323,7 +271,7 @@ mod tests {
         )
         .expect("pair");
         rustix::io::ioctl_fionbio(&device, true).expect("nonblocking");
-        let pumping = std::thread::spawn(move || pump(device, ours.into(), BytesMut::new()));
+        let pumping = std::thread::spawn(move || pump(device, Unread, ours.into(), BytesMut::new()));
         host.set_read_timeout(Some(std::time::Duration::from_secs(20))).expect("deadline");
         (host, kernel, pumping)
     }
@@ -351,7 +299,7 @@ mod tests {
         host.write_all(&question()).expect("question");
         let mut here = [0; REQUEST_HEAD];
         host.read_exact(&mut here).expect("here");
-        assert_eq!(here[4..8], HERE.to_le_bytes());
+        assert_eq!(here[4..8], op::HERE.to_le_bytes());
         let mut got = vec![0; request.len()];
         host.read_exact(&mut got).expect("request");
         assert_eq!(got, request);
@@ -365,6 +313,36 @@ mod tests {
             let (read, _) =
                 rustix::net::recv(&kernel, &mut buffer[..], rustix::net::RecvFlags::empty()).expect("answer");
             assert_eq!(&buffer[..read], &answer[..]);
+        }
+        drop(host);
+        pumping.join().expect("it ends with the stream");
+    }
+
+    #[test]
+    fn a_close_is_answered_at_once_and_the_host_told_of_the_handle_alone() {
+        let (mut host, kernel, pumping) = linked();
+        host.write_all(&question()).expect("question");
+        host.read_exact(&mut [0; REQUEST_HEAD]).expect("here");
+        let request = |operation: u32, number: u64, body: u8| {
+            let mut bytes = message(64, body);
+            bytes[4..8].copy_from_slice(&operation.to_le_bytes());
+            bytes[8..16].copy_from_slice(&number.to_le_bytes());
+            bytes
+        };
+        for (operation, number) in [(op::FLUSH, 21), (op::RELEASE, 22), (op::RELEASEDIR, 23), (op::READ, 24)] {
+            rustix::net::send(&kernel, &request(operation, number, 9), rustix::net::SendFlags::empty()).expect("ask");
+        }
+        // No answer of the host's is needed for the first three.
+        for number in 21..24_u64 {
+            let mut answer = [1; 64];
+            let (read, _) =
+                rustix::net::recv(&kernel, &mut answer[..], rustix::net::RecvFlags::empty()).expect("answer");
+            assert_eq!(answer[..read], *[&16_u32.to_le_bytes()[..], &[0; 4], &number.to_le_bytes()].concat());
+        }
+        for (operation, number) in [(op::RELEASE, 0), (op::RELEASEDIR, 0), (op::READ, 24)] {
+            let mut got = [0; 64];
+            host.read_exact(&mut got).expect("request");
+            assert_eq!(got[..], request(operation, number, 9));
         }
         drop(host);
         pumping.join().expect("it ends with the stream");

@@ -557,6 +557,36 @@ pub fn read_into(fd: BorrowedFd<'_>, buffer: &mut BytesMut) -> io::Result<usize>
     }
 }
 
+/// Gives this thread a working directory of its own.
+pub fn own_place() -> io::Result<()> {
+    // SAFETY: no pointers; what is unshared is the kernel's.
+    check(unsafe { libc::unshare(libc::CLONE_FS) }).map(drop)
+}
+
+/// Opens the directory that has this node in the FUSE mount in which this thread works. The kernel must know it already.
+///
+/// The handle's form is that of the kernel's `fs/fuse/inode.c`, `fuse_encode_fh`.
+pub fn open_node(node: u64) -> io::Result<OwnedFd> {
+    #[repr(C)]
+    struct Handle {
+        bytes: u32,
+        kind: i32,
+        high: u32,
+        low: u32,
+        generation: u32,
+    }
+    /// `FILEID_INO64_GEN`.
+    const KIND: i32 = 0x81;
+    let mut handle = Handle { bytes: 12, kind: KIND, high: (node >> 32) as u32, low: node as u32, generation: 0 };
+    let flags = libc::O_RDONLY | libc::O_DIRECTORY | libc::O_CLOEXEC;
+    let at = ptr::from_mut(&mut handle);
+    // SAFETY: `at` outlives the call, and 12 bytes follow its first two fields, as it says.
+    let opened = unsafe { libc::syscall(libc::SYS_open_by_handle_at, libc::AT_FDCWD, at, flags) };
+    let opened = check(opened as libc::c_int)?;
+    // SAFETY: the descriptor is new and owned by nobody else.
+    Ok(unsafe { OwnedFd::from_raw_fd(opened) })
+}
+
 /// Descriptors that stay open and the same for as long as the value lives.
 pub trait Steady: std::os::fd::AsRawFd {}
 

@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 use super::{Agent, uptime_ms};
 use crate::spawn::Environment;
 use crate::stream::failed;
-use crate::{share, sys};
+use crate::{keep, sys};
 
 /// How long Shutdown waits between the polite signal and the other one.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
@@ -63,8 +63,8 @@ impl Agent {
                 }
                 Ok(())
             }
-            Operation::Keep(keep) => match (self.is_guest(), self.user(keep.user.as_deref())) {
-                (true, Ok(user)) => spawn_blocking(move || share::keep(&keep, &user))
+            Operation::Keep(wanted) => match (self.is_guest(), self.user(wanted.user.as_deref())) {
+                (true, Ok(user)) => spawn_blocking(move || keep::keep(&wanted, &user))
                     .await
                     .unwrap_or_else(|_| Err(failed(FailureCode::Io, "nothing is kept"))),
                 (false, _) => Err(failed(FailureCode::Invalid, "only a guest can keep paths")),

@@ -10,7 +10,7 @@
 //! ```
 //! Messages are FUSE's own, each with its length first. What is ours: an answer to request 0 of 16 bytes with error 0 asks
 //! whether anybody is there, a request of 40 bytes with operation [`HERE`] says so. The first such question tells the
-//! guest to begin.
+//! guest to begin. A request numbered 0 is one that the guest's agent has answered itself: it is done, and nobody is told.
 
 use std::io::{self, Read};
 use std::os::fd::{AsRawFd, OwnedFd};
@@ -45,6 +45,9 @@ pub(super) const MESSAGE: usize = (1 << 20) + 4096;
 
 /// The operation of the answer to "are you there".
 pub const HERE: u32 = u32::MAX;
+
+/// The number of a request that was answered where it came from.
+const ANSWERED: u64 = 0;
 
 /// How long a guest is waited for.
 #[derive(Clone, Copy, Debug)]
@@ -298,10 +301,11 @@ impl Serving {
             }
             self.heard();
             self.busy.fetch_add(1, Ordering::Relaxed);
+            let answered = long(&request, 8) == ANSWERED;
             let length = self.serve(&mut request, &mut reply);
             // Told before the answer is: whoever asked looks at the file next.
             let told = tree::changed().is_none_or(|node| self.send(&notice(node)).is_ok());
-            let sent = told && (length == 0 || self.send(&reply[..length]).is_ok());
+            let sent = told && (length == 0 || answered || self.send(&reply[..length]).is_ok());
             self.busy.fetch_sub(1, Ordering::Relaxed);
             if !sent {
                 return End::Broken;

@@ -106,6 +106,31 @@ fn no_name_leads_out() {
 }
 
 #[test]
+fn a_request_that_was_answered_where_it_came_from_is_done_without_a_word() {
+    let root = tempfile::tempdir().expect("directory");
+    std::fs::write(root.path().join("f"), "x").expect("file");
+    let (mut stream, _running) = serve(root.path(), Cache::Shared);
+    init(&mut stream);
+    let (_, entry) = ask(&mut stream, 1, 1, b"f\0");
+    let node = long(&entry, 0);
+    let (error, opened) = ask(&mut stream, 14, node, &[0; 8]);
+    assert_eq!(error, 0);
+    let read = [&opened[..8], &0_u64.to_le_bytes(), &[16, 0, 0, 0], &[0; 20]].concat();
+    assert_eq!(ask(&mut stream, operation::READ, node, &read), (0, b"x".to_vec()));
+    let release = [&opened[..8], &[0; 16]].concat();
+    stream.write_all(&request(18, ANSWERED, node, &release)).expect("release");
+    // Of one that cannot be done nothing is said either.
+    stream.write_all(&request(operation::READ, ANSWERED, node, &[0xff; 40])).expect("read");
+    while ask(&mut stream, operation::READ, node, &read).0 != -libc::EBADF {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    stream.write_all(&request(3, 78, node, &[0; 16])).expect("ask");
+    let mut head = [0; ANSWER_HEAD];
+    stream.read_exact(&mut head).expect("answer");
+    assert_eq!(long(&head, 8), 78, "something was said about a request without a number");
+}
+
+#[test]
 fn every_request_is_answered_however_bad_it_is() {
     let root = tempfile::tempdir().expect("directory");
     std::fs::write(root.path().join("f"), "x").expect("file");
