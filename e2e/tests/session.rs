@@ -403,3 +403,77 @@ async fn input_that_nobody_reads_waits_without_work() {
     sending.await.expect("sent");
     up.end().await;
 }
+
+/// In the guest: the wall clock, twenty times a second, for ever. What comes on the way as input is run first.
+const CLOCK: &str = r#"
+import os, threading, time
+def lines():
+    for line in iter(input, "end"): exec(line, globals())
+threading.Thread(target=lines, daemon=True).start()
+while True:
+    print(time.time_ns(), flush=True); time.sleep(0.05)
+"#;
+
+/// In the guest, as lines to [`CLOCK`]: a tenth slower for a moment, as nothing that sets a clock does.
+const SLOWER: [&str; 3] = [
+    "import ctypes; libc = ctypes.CDLL(None); word = (ctypes.c_long * 26)()",
+    "def tick(n): word[0] = 0x4000; word[11] = n; libc.adjtimex(word)",
+    "tick(9000); time.sleep(0.8); tick(10000)",
+];
+
+#[tokio::test]
+async fn a_guests_clock_is_put_right_unless_somebody_there_sets_it() {
+    let up = Up::new().await;
+    let command = CreateCommand {
+        argv: Some(vec!["python3".into(), "-c".into(), CLOCK.into()]),
+        user: Some("root".into()),
+        open_stdin: true,
+        wait_seconds: Some(0),
+        ..Default::default()
+    };
+    let command = up.client.command_create(&up.session, &command).await.expect("command").command.id;
+    let mut attached = up.client.command_attach(&up.session, command, 0);
+    let input = attached.input();
+    // How far it is behind, with the way to here: the least of some tellings. Milliseconds.
+    let mut behind = async |tellings: usize| {
+        let (mut least, mut told, mut rest) = (i64::MAX, 0, String::new());
+        while told < tellings {
+            let Some(AttachEvent::Stdout(bytes)) = attached.next().await.map(|event| event.expect("no error")) else {
+                continue;
+            };
+            rest.push_str(std::str::from_utf8(&bytes).expect("numbers"));
+            while let Some((line, after)) = rest.split_once('\n') {
+                let said: i64 = line.parse().expect("a number");
+                let now = std::time::SystemTime::UNIX_EPOCH.elapsed().expect("after 1970").as_nanos() as i64;
+                least = least.min((now - said) / 1_000_000);
+                told += 1;
+                rest = after.to_owned();
+            }
+        }
+        least
+    };
+    // As Activate set it, and put right once.
+    tokio::time::sleep(Duration::from_secs(2)).await;
+    behind(60).await;
+    let before = behind(10).await;
+    let line = |text: &str| Input::Bytes(format!("{text}\n").into());
+    for part in SLOWER {
+        assert!(input.send(line(part)).await);
+    }
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    behind(20).await;
+    let mut slow = behind(3).await;
+    println!("behind by {before} ms, {slow} ms after it went slower");
+    let begun = std::time::Instant::now();
+    while slow > before + 30 {
+        assert!(begun.elapsed() < Duration::from_secs(100), "it is behind by {slow} ms, and was by {before} ms");
+        slow = behind(5).await;
+    }
+    assert!(input.send(line("time.clock_settime(time.CLOCK_REALTIME, time.time() - 3600)")).await);
+    tokio::time::sleep(Duration::from_secs(7)).await;
+    behind(150).await;
+    let theirs = behind(5).await;
+    assert!((3_500_000..3_700_000).contains(&theirs), "an hour that somebody took is {theirs} ms");
+    up.client.command_kill(&up.session, command).await.expect("kill");
+    up.end().await;
+}

@@ -29,6 +29,7 @@ use tokio::task::{spawn_blocking, spawn_local};
 use tokio::time::{interval, sleep, timeout};
 
 use crate::attach::{self, Wants};
+use crate::clock::Clock;
 use crate::exec::{self, Op};
 use crate::ring::{Kept, Ring};
 use crate::shell::{self, Shell};
@@ -114,6 +115,7 @@ pub struct Agent {
     network: RefCell<Option<Network>>,
     /// Whether only the name is missing in the files that tell who this machine is.
     identity: Cell<bool>,
+    clock: Clock,
     /// Where the first tree of the host's is mounted: commands begin there.
     place: RefCell<Option<String>>,
     ops: RefCell<HashMap<OpId, Rc<Op>>>,
@@ -174,6 +176,7 @@ async fn serve(listener: OwnedFd, mut settings: Settings) -> io::Result<()> {
         activation: RefCell::new(None),
         network: RefCell::new(None),
         identity: Cell::new(false),
+        clock: Clock::default(),
         place: RefCell::new(None),
         ops: RefCell::default(),
         ended: RefCell::default(),

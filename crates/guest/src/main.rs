@@ -7,6 +7,7 @@
 
 mod agent;
 mod attach;
+mod clock;
 mod collect;
 mod dial;
 mod exec;

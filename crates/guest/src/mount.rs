@@ -1,4 +1,4 @@
-//! The machine's face to programs: its root, its pseudo file systems, its name, clock and end.
+//! The machine's face to programs: its root, its pseudo file systems, its name and end.
 //!
 //! Everything here acts on the machine, so it is called in a guest only (`Effects::Pid1`): by `init` before there is an
 //! agent, by `agent` for Activate and Shutdown. Synchronous.
@@ -18,6 +18,7 @@ use std::path::Path;
 use rustix::fs::{Mode, OFlags};
 use rustix::mount::{MountFlags, UnmountFlags, mount, mount_bind, mount_move, unmount};
 
+use crate::clock::Clock;
 use crate::sys;
 use crate::tree;
 
@@ -223,13 +224,9 @@ fn limits() -> Result<(), Error> {
 ///
 /// # Errors
 /// Where one of them cannot be set.
-pub fn become_sandbox(hostname: &str, clock_unix_ns: u64, entropy: &[u8]) -> Result<(), Error> {
+pub fn become_sandbox(hostname: &str, clock: &Clock, unix_ns: u64, entropy: &[u8]) -> Result<(), Error> {
     tried("set the host name", rustix::system::sethostname(hostname.as_bytes()))?;
-    let now = rustix::time::Timespec {
-        tv_sec: (clock_unix_ns / 1_000_000_000) as i64,
-        tv_nsec: (clock_unix_ns % 1_000_000_000) as i64,
-    };
-    tried("set the clock", rustix::time::clock_settime(rustix::time::ClockId::Realtime, now))?;
+    tried("set the clock", clock.set(i64::try_from(unix_ns).unwrap_or(i64::MAX)))?;
     if !entropy.is_empty() {
         let random = tried("open /dev/random", fs::File::open("/dev/random"))?;
         tried("seed the random generator", sys::add_entropy(random.as_fd(), entropy))?;

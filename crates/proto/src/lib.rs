@@ -27,10 +27,10 @@ mod op;
 
 pub use frame::{Channel, Error, Frame, Frames, HEADER, MAX_BODY, MAX_DATA, data_head};
 pub use message::{
-    Activate, Attach, Cancel, Cause, Dial, EntryKind, Event, Exec, Failure, FailureCode, FileStat, Hello, HelloReply,
-    Keep, Leave, Limits, List, Make, MakeKind, Network, OpState, OpSummary, Operation, Outcome, Process, PtySize, Read,
-    Ready, Remove, Rename, Request, Resize, Share, Signal, Stat, Stats, TarIn, TarOut, Variable, Watch, WatchKind,
-    Write,
+    Activate, Attach, Cancel, Cause, Clock, Dial, EntryKind, Event, Exec, Failure, FailureCode, FileStat, Hello,
+    HelloReply, Keep, Leave, Limits, List, Make, MakeKind, Network, OpState, OpSummary, Operation, Outcome, Process,
+    PtySize, Read, Ready, Remove, Rename, Request, Resize, Share, Signal, Stat, Stats, TarIn, TarOut, Variable, Watch,
+    WatchKind, Write,
 };
 pub use op::OpId;
 

@@ -108,6 +108,9 @@ pub enum Operation {
     /// Do now what Activate and the first command would wait for; answered when it is done.
     #[n(26)]
     Ready(#[n(0)] Ready),
+    /// Change the wall clock, and say what it says; answered by [`Event::Clock`].
+    #[n(27)]
+    Clock(#[n(0)] Clock),
 }
 
 impl Operation {
@@ -623,6 +626,13 @@ pub enum Event {
         #[n(0)]
         bytes: u64,
     },
+    /// Answers Clock.
+    #[n(9)]
+    Clock {
+        /// The guest's wall clock, in nanoseconds since 1970 UTC.
+        #[n(0)]
+        unix_ns: u64,
+    },
 }
 
 /// How a watched entry changed.
@@ -729,6 +739,14 @@ pub struct OpSummary {
     /// How it ended, where it did.
     #[n(5)]
     pub outcome: Option<Outcome>,
+}
+
+/// How the guest's wall clock is to be changed. One that a program of the guest has set stays as it is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Encode, Decode)]
+pub struct Clock {
+    /// Nanoseconds to add.
+    #[n(0)]
+    pub add_ns: i64,
 }
 
 /// What the guest uses, by its own account.

@@ -13,7 +13,7 @@ use tokio::time::{sleep, timeout};
 use super::{Agent, uptime_ms};
 use crate::spawn::Environment;
 use crate::stream::failed;
-use crate::{keep, sys};
+use crate::{clock, keep, sys};
 
 /// How long Shutdown waits between the polite signal and the other one.
 const SHUTDOWN_GRACE: Duration = Duration::from_secs(1);
@@ -47,6 +47,12 @@ impl Agent {
             Operation::Stats => {
                 events.push(Event::Stats(self.stats()));
                 Ok(())
+            }
+            Operation::Clock(change) => {
+                // A host's own clock is not ours to change.
+                let changed = if self.is_guest() { self.clock.add(change.add_ns) } else { Ok(()) };
+                events.push(Event::Clock { unix_ns: clock::now().unsigned_abs() });
+                changed.map_err(|error| failed(FailureCode::Io, format!("set the clock: {error}")))
             }
             Operation::Sync => {
                 // A host's disks are not ours to wait for.
@@ -107,7 +113,7 @@ impl Agent {
         }
         Environment::default().add(&activate.env)?;
         if self.is_guest() {
-            crate::mount::become_sandbox(&activate.hostname, activate.clock_unix_ns, &activate.entropy)
+            crate::mount::become_sandbox(&activate.hostname, &self.clock, activate.clock_unix_ns, &activate.entropy)
                 .map_err(|error| failed(FailureCode::Io, error.to_string()))?;
             if !self.identity.get() {
                 crate::mount::ready_identity();

@@ -73,6 +73,7 @@ fn operation() -> impl Strategy<Value = Operation> {
             features
         })),
         of(network()).prop_map(|network| Operation::Ready(Ready { network })),
+        any::<i64>().prop_map(|add_ns| Operation::Clock(Clock { add_ns })),
         (text(), variables(), any::<u64>(), octets(), of(network())).prop_map(
             |(hostname, env, clock_unix_ns, entropy, network)| {
                 Operation::Activate(Activate { hostname, env, clock_unix_ns, entropy, network })
@@ -186,6 +187,7 @@ fn event() -> impl Strategy<Value = Event> {
         })),
         (watched, octets()).prop_map(|(kind, path)| Event::Change { kind, path }),
         any::<u64>().prop_map(|bytes| Event::Taken { bytes }),
+        any::<u64>().prop_map(|unix_ns| Event::Clock { unix_ns }),
     ]
 }
 

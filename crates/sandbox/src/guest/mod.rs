@@ -13,6 +13,7 @@
 //! stream while its data is stuck: a program is left and goes on under its lease (see [`Exec`]), everything else is
 //! cancelled.
 
+mod clock;
 mod dial;
 mod exec;
 mod files;

@@ -51,6 +51,7 @@ enum Report {
     Stats,
     Change,
     Taken,
+    Clock,
 }
 
 fn report(event: &Event) -> Report {
@@ -64,6 +65,7 @@ fn report(event: &Event) -> Report {
         Event::Stats(_) => Report::Stats,
         Event::Change { .. } => Report::Change,
         Event::Taken { .. } => Report::Taken,
+        Event::Clock { .. } => Report::Clock,
     }
 }
 
@@ -72,6 +74,7 @@ fn class(operation: &Operation) -> Class {
         Operation::Hello(_) => Class::One(Report::Hello),
         Operation::Stat(_) => Class::One(Report::Stat),
         Operation::Stats => Class::One(Report::Stats),
+        Operation::Clock(_) => Class::One(Report::Clock),
         Operation::Ops => Class::Many(Report::Ops),
         Operation::List(_) => Class::Many(Report::Entries),
         Operation::Watch(_) => Class::Many(Report::Change),

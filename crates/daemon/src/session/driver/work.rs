@@ -77,8 +77,15 @@ pub(super) async fn progress(work: &mut Work) -> Progress {
 pub(super) async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
     let mut heard = tokio::time::Instant::now();
     let beat = BEAT.min(most / 4).max(Duration::from_millis(10));
+    // Not beside the first command, for which somebody waits.
+    let mut pause = beat.min(Duration::from_secs(1));
     loop {
-        tokio::time::sleep(beat).await;
+        tokio::time::sleep(pause).await;
+        pause = beat;
+        // An agent that cannot be asked for its clock is asked whether it is there all the same.
+        if let Ok(Ok(Some(nanos))) = tokio::time::timeout(most, guest.keep_clock()).await {
+            tracing::info!(ms = nanos / 1_000_000, "a guest's clock was put right");
+        }
         match tokio::time::timeout(most, guest.ping()).await {
             // A guest that refuses for want of streams is there.
             Ok(Ok(()) | Err(pepo_sandbox::guest::Error::Busy)) => heard = tokio::time::Instant::now(),
