@@ -169,6 +169,47 @@ async fn many_files_need_few_descriptors() {
     durable::many_files(10_000, 1024).await;
 }
 
+/// How often a process has waited for something: at least once for each message that comes alone.
+fn waits(pid: i32) -> u64 {
+    let threads = fs::read_dir(format!("/proc/{pid}/task")).expect("threads");
+    let of = |thread: fs::DirEntry| {
+        let status = fs::read_to_string(thread.path().join("status")).expect("status");
+        let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")).expect("a line");
+        line.trim().parse::<u64>().expect("a number")
+    };
+    threads.map(|thread| of(thread.expect("thread"))).sum()
+}
+
+#[tokio::test]
+async fn names_are_read_ahead_where_one_file_is_looked_at_after_the_other() {
+    let up = Up::start();
+    let workspace = up.workspace(CreateWorkspace::default()).await;
+    let session = up.with(&workspace).await;
+    up.ok(&session, "mkdir d e; cd d; seq 600 | xargs touch; printf hello > 300; cd ../e; seq 6 | xargs touch").await;
+    let [server] = up.instance.pids("pepo-share")[..] else { panic!("one server") };
+    let looks = async |names: &str| {
+        up.ok(&session, "sync; echo 3 | sudo tee /proc/sys/vm/drop_caches >/dev/null").await;
+        let before = waits(server);
+        let line = format!("python3 -c \"import os; print(sum(os.stat(n).st_size for n in {names}))\"");
+        let said = up.ok(&session, &line).await;
+        (said, waits(server) - before)
+    };
+    let (said, known) = looks("[f'd/{n}' for n in range(1, 601)]").await;
+    let (_, few) = looks("[f'e/{n}' for n in range(1, 7)]").await;
+    println!("looking at 600 files took {known} messages, at 6 it took {few}");
+    assert_eq!(said, "5\n");
+    assert!(known < 400, "looking at 600 files took {known} messages");
+    // Names that are read ahead are trusted no longer than others.
+    let beside = up.with(&workspace).await;
+    up.ok(&beside, "printf 'hello, all' > d/300; rm d/301").await;
+    tokio::time::sleep(Duration::from_millis(1100)).await;
+    assert_eq!(up.ok(&session, "stat -c %s d/300; ls d/301 2>/dev/null || echo gone").await, "10\ngone\n");
+    for session in [session, beside] {
+        up.client.session_terminate(&session).await.expect("terminate");
+    }
+    up.end().await;
+}
+
 #[tokio::test]
 async fn a_private_one_goes_with_its_session_unless_it_is_kept() {
     let up = Up::start();
