@@ -404,6 +404,20 @@ async fn input_that_nobody_reads_waits_without_work() {
     up.end().await;
 }
 
+#[tokio::test]
+async fn as_many_as_there_may_be_are_answered_at_once() {
+    let up = Up::new().await;
+    let mut looks = tokio::task::JoinSet::new();
+    for _ in 0..400 {
+        let (client, session) = (up.client.clone(), up.session.clone());
+        looks
+            .spawn(async move { client.file_stat(&session, &AtPath { path: "/etc/passwd".into(), user: None }).await });
+    }
+    let refused: Vec<_> = looks.join_all().await.into_iter().filter_map(Result::err).collect();
+    assert!(refused.is_empty(), "{} of 400 were refused, one with {}", refused.len(), refused[0]);
+    up.end().await;
+}
+
 /// In the guest: the wall clock, twenty times a second, for ever. What comes on the way as input is run first.
 const CLOCK: &str = r#"
 import os, threading, time

@@ -47,8 +47,9 @@ const NEEDED: [&str; 7] = [
     "vmw_vsock_virtio_transport.ko",
 ];
 
-/// Streams not accepted yet that the kernel holds for the agent.
-const BACKLOG: i32 = 128;
+/// Streams not accepted yet that the kernel holds for the agent: all that a host may have. One more it refuses, as if nobody
+/// listened.
+const BACKLOG: i32 = pepo_proto::MAX_STREAMS as i32;
 
 /// Kernel messages from here on are kept from the console: it is slow, and programs can cause them. A panic still shows.
 const QUIET: i32 = 1;
