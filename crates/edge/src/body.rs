@@ -8,7 +8,7 @@ use bytes::Bytes;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Empty, Full};
 use hyper::body::{Body, Frame, Incoming, SizeHint};
-use tokio::time::{Instant, Sleep};
+use tokio::time::Sleep;
 
 /// Why a body ended early.
 #[derive(Debug, thiserror::Error)]
@@ -89,7 +89,8 @@ pub struct Passing<H: Held> {
     left: Option<u64>,
     most: u64,
     idle: Duration,
-    timer: Pin<Box<Sleep>>,
+    /// Runs while somebody waits for the next piece.
+    waiting: Option<Pin<Box<Sleep>>>,
     held: H,
     ended: bool,
 }
@@ -106,8 +107,7 @@ impl<H: Held> Drop for Passing<H> {
 impl<H: Held> Passing<H> {
     /// Passes at most `most` bytes (all, where absent), with at most `idle` between two pieces that somebody waits for.
     pub fn new(inner: Incoming, most: Option<u64>, idle: Duration, held: H) -> Self {
-        let timer = Box::pin(tokio::time::sleep(idle));
-        Self { inner, left: most, most: most.unwrap_or(u64::MAX), idle, timer, held, ended: false }
+        Self { inner, left: most, most: most.unwrap_or(u64::MAX), idle, waiting: None, held, ended: false }
     }
 }
 
@@ -121,11 +121,12 @@ impl<H: Held + Unpin> Body for Passing<H> {
             let frame = match Pin::new(&mut this.inner).poll_frame(cx) {
                 Poll::Ready(frame) => frame,
                 Poll::Pending => {
-                    ready!(this.timer.as_mut().poll(cx));
+                    let timer = this.waiting.get_or_insert_with(|| Box::pin(tokio::time::sleep(this.idle)));
+                    ready!(timer.as_mut().poll(cx));
                     return Poll::Ready(Some(Err(Error::Idle(this.idle))));
                 }
             };
-            this.timer.as_mut().reset(Instant::now() + this.idle);
+            this.waiting = None;
             let data = match frame {
                 None => {
                     this.ended = true;

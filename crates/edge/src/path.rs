@@ -42,12 +42,9 @@ pub fn find(method: &Method, path: &str) -> Found {
     }
     let given: Vec<&str> = path.split('/').collect();
     let mut best: Option<(usize, &'static Route)> = None;
-    let mut methods = Vec::new();
-    for pattern in PATTERNS.iter() {
+    for pattern in PATTERNS.iter().filter(|pattern| pattern.row.method == method) {
         let Some(words) = pattern.fits(&given) else { continue };
-        if pattern.row.method != method {
-            methods.push(pattern.row.method);
-        } else if best.is_none_or(|(most, _)| words > most) {
+        if best.is_none_or(|(most, _)| words > most) {
             best = Some((words, pattern.row));
         }
     }
@@ -56,8 +53,11 @@ pub fn find(method: &Method, path: &str) -> Found {
         Some((_, row)) if row.path == route::healthz.path => Found::Healthz,
         Some((_, row)) if [route::openapi.path, route::reference.path].contains(&row.path) => Found::Description(row),
         Some(_) => Found::Readyz,
-        None if methods.is_empty() => Found::Nothing,
-        None => Found::WrongMethod(methods),
+        None => {
+            let others = PATTERNS.iter().filter(|pattern| pattern.fits(&given).is_some());
+            let methods: Vec<_> = others.map(|pattern| pattern.row.method).collect();
+            if methods.is_empty() { Found::Nothing } else { Found::WrongMethod(methods) }
+        }
     }
 }
 
