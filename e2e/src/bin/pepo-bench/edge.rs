@@ -325,8 +325,19 @@ fn tcp() -> tokio::net::TcpListener {
     tokio::net::TcpListener::from_std(listener).expect("listener")
 }
 
-fn forever(work: impl Future<Output = ()>) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("runtime");
+/// How many processors there are.
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// As many threads as the edge has for connections, and pepod for the edge's: each hop of the floor has what ours have.
+fn as_the_edge() -> usize {
+    (processors() / 2).clamp(1, 4)
+}
+
+fn forever(threads: usize, work: impl Future<Output = ()>) {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build().expect("runtime");
     runtime.block_on(work);
 }
 
@@ -337,7 +348,7 @@ pub fn bare_handler(body: String, socket: Option<&str>) {
         async move { ([("content-type", "application/json")], body) }
     };
     let router = axum::Router::new().fallback(axum::routing::get(handler));
-    forever(async {
+    forever(socket.map_or_else(processors, |_| as_the_edge()), async {
         match socket {
             None => axum::serve(tcp(), router).await,
             Some(path) => {
@@ -352,7 +363,7 @@ pub fn bare_handler(body: String, socket: Option<&str>) {
 
 /// Passes every request to that socket until it is killed, each caller's on a connection of their own, and says where.
 pub fn bare_proxy(socket: &str) {
-    forever(async {
+    forever(as_the_edge(), async {
         let listener = tcp();
         loop {
             let (caller, _) = listener.accept().await.expect("accept");
