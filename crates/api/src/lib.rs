@@ -1,5 +1,5 @@
 //! The public HTTP surface as data: routes, types, typed ids, errors; with feature `client` the typed
-//! client, with feature `openapi` the document of it all.
+//! client, with feature `openapi` the document of it all, with feature `quiet` the stream between edge and pepod.
 //!
 //! Types here are what goes over the wire and nothing else: no defaults, no parsing of sizes, no policy. The daemon
 //! translates them to its own, the edge forwards them, the command line shows them.
@@ -29,6 +29,8 @@ mod workspace;
 
 #[cfg(feature = "client")]
 pub mod client;
+#[cfg(feature = "quiet")]
+pub mod quiet;
 
 pub use app::{
     App, AppDefaults, AppIngress, AppLimits, AppQuota, AppSettings, AppUse, AppliedFile, Change, CreateApp, CreateKey,

@@ -49,6 +49,7 @@ use pepo_api::{AppId, Check, Leftover, Ready, Reason, Scope, Version};
 use pepo_sandbox::sweep::Act;
 use pepo_sandbox::{Host, Tag, Vmm, proto};
 use sha2::{Digest as _, Sha256};
+use tokio::runtime::Handle;
 use tokio::signal::unix::{SignalKind, signal as on_signal};
 use tokio::sync::watch;
 
@@ -95,6 +96,8 @@ pub struct Begun {
     pub edge: UnixListener,
     /// Who may connect to it.
     pub edge_uid: Option<u32>,
+    /// What serves its connections: what is looked at there needs no thread beside the one that read the request.
+    pub edge_runtime: Handle,
     /// pepod's end of the wall.
     pub host: OwnedFd,
     /// What root saw.
@@ -133,6 +136,7 @@ struct Parts {
     stop: watch::Sender<Option<Stop>>,
     drained: watch::Sender<bool>,
     busy: watch::Sender<usize>,
+    runtime: Handle,
 }
 
 /// What the edge said when it asked last.
@@ -167,6 +171,7 @@ impl Pepod {
             operator,
             edge,
             edge_uid,
+            edge_runtime,
             host,
             seen,
             vmm,
@@ -211,14 +216,18 @@ impl Pepod {
             stop: watch::Sender::new(None),
             drained: watch::Sender::new(false),
             busy: watch::Sender::new(0),
+            runtime: Handle::current(),
         }));
         let same_boot = pepod.same_boot().await?;
         let returning = pepod.sessions().resume(same_boot).await.context("cannot take up what was before")?;
         let live = |id| pepod.sessions().by_id(id).is_some();
         pepod.workspaces().tidy(live).await.context("cannot look at the Workspaces")?;
         let key = pepod.first_key().await?;
-        for (socket, listener) in [(operator, Listener::Operator), (edge, Listener::Edge { uid: edge_uid })] {
+        let sockets =
+            [(operator, Listener::Operator, Handle::current()), (edge, Listener::Edge { uid: edge_uid }, edge_runtime)];
+        for (socket, listener, runtime) in sockets {
             socket.set_nonblocking(true)?;
+            let _there = runtime.enter();
             tokio::spawn(server::serve(pepod.clone(), listener, tokio::net::UnixListener::from_std(socket)?));
         }
         pepod.say_ready(ready, key)?;
@@ -444,6 +453,11 @@ impl Pepod {
     /// All Images.
     pub fn images(&self) -> &Arc<Images> {
         &self.0.images
+    }
+
+    /// Where all runs that no connection holds.
+    pub fn runtime(&self) -> &Handle {
+        &self.0.runtime
     }
 
     /// The store.

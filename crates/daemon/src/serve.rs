@@ -117,6 +117,14 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
             rights::become_user(pepo.uid, pepo.gid).context("cannot give rights up")?;
             rights::forbid_calls().context("cannot forbid calls")?;
             rustix::thread::set_name(c"pepod")?;
+            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("pepod").build()?;
+            // As many as the edge has. Apart from the others, so that a look at something wakes no second thread.
+            let threads = std::thread::available_parallelism().map_or(1, |all| (all.get() / 2).clamp(1, 4));
+            let edge_runtime = tokio::runtime::Builder::new_multi_thread()
+                .worker_threads(threads)
+                .enable_all()
+                .thread_name("pepod")
+                .build()?;
             let begun = Begun {
                 config,
                 network,
@@ -124,6 +132,7 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
                 operator,
                 edge: edge_socket,
                 edge_uid: root.then_some(edge.uid),
+                edge_runtime: edge_runtime.handle().clone(),
                 host: socket,
                 seen,
                 vmm: runs.choice.vmm,
@@ -132,9 +141,9 @@ pub fn serve(config: Config, runs: Seen, flags: Flags) -> anyhow::Result<ExitCod
                 metrics,
                 exit_when_idle: flags.exit_when_idle,
             };
-            let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().thread_name("pepod").build()?;
             let code = runtime.block_on(Pepod::run(begun));
             // Requests and drivers that are still at work end here; what they hold on the host is the next one's to find.
+            edge_runtime.shutdown_timeout(Duration::from_millis(200));
             runtime.shutdown_timeout(Duration::from_millis(200));
             Ok(ExitCode::from(code?))
         }

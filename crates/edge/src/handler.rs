@@ -24,6 +24,7 @@ use crate::own::{self, Refusal, refused, unavailable, used_up};
 use crate::path::{Found, find};
 use crate::rate::{Buckets, Level, Open, Opened, Rate};
 use crate::relay;
+use crate::threads::Counted;
 use crate::upstream::{self, Upstream};
 
 /// The most a JSON body may have.
@@ -74,7 +75,7 @@ impl Default for Rules {
 }
 
 /// A connection's place among the bounded number of them; shared by what outlives its HTTP part.
-pub type Place = Arc<(OwnedSemaphorePermit, Opened<IpAddr>)>;
+pub type Place = Arc<(OwnedSemaphorePermit, Opened<IpAddr>, Counted)>;
 
 impl Edge {
     /// A handler that judges by this gate, goes by these rules, forwards to this daemon, and says what it refused.
@@ -117,7 +118,7 @@ impl Edge {
             request = %id,
             route = seen.row,
             status = answer.status().as_u16(),
-            caller = seen.caller.as_ref().map(|caller| caller.who.to_string()),
+            caller = seen.caller.as_ref().map(|caller| tracing::field::display(&caller.who)),
             ms = u64::try_from(began.elapsed().as_millis()).unwrap_or(u64::MAX),
         );
         Ok(answer)

@@ -29,5 +29,6 @@ pub mod rate;
 mod relay;
 pub mod rights;
 pub mod server;
+pub mod threads;
 pub mod tls;
 pub mod upstream;

@@ -15,6 +15,7 @@ use pepo_edge::handler::Rules;
 use pepo_edge::jwt::Issuers;
 use pepo_edge::keys::Keys;
 use pepo_edge::lines::Lines;
+use pepo_edge::threads::Threads;
 use pepo_edge::tls::Tls;
 use pepo_edge::upstream::Upstream;
 use pepo_edge::{handler, port, rights, server};
@@ -80,16 +81,22 @@ fn run() -> anyhow::Result<()> {
     let tls = config.tls.clone().map(Tls::open).transpose()?;
     writeln!(std::io::stdout(), "{url}")?;
 
-    let served = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(std::thread::available_parallelism().map_or(1, usize::from).min(4))
-        .enable_all()
-        .build()?
-        .block_on(serve(listener, *config, tls, log.clone()));
+    // This thread accepts connections, and knows who may call and what was refused. Half of the processors serve what it
+    // accepted: pepod has as much to do for a request as we have.
+    let threads = Threads::start(std::thread::available_parallelism().map_or(1, |all| all.get() / 2).min(4))?;
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let served = runtime.block_on(serve(listener, *config, tls, threads, log.clone()));
     log.flush();
     served
 }
 
-async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>, log: Lines) -> anyhow::Result<()> {
+async fn serve(
+    listener: std::net::TcpListener,
+    config: Config,
+    tls: Option<Tls>,
+    threads: Threads,
+    log: Lines,
+) -> anyhow::Result<()> {
     listener.set_nonblocking(true)?;
     let listener = tokio::net::TcpListener::from_std(listener)?;
     let upstream = Upstream::new(config.socket.clone());
@@ -115,7 +122,7 @@ async fn serve(listener: std::net::TcpListener, config: Config, tls: Option<Tls>
         ..Rules::default()
     };
     let edge = Arc::new(handler::Edge::new(gate, rules, upstream, decisions));
-    let result = server::serve(listener, edge, tls, bounds, end(config.lifeline)).await;
+    let result = server::serve(listener, edge, tls, bounds, threads, end(config.lifeline)).await;
     drop(tasks);
     result.context("the listener failed")
 }

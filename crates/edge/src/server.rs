@@ -20,6 +20,7 @@ use crate::config::Limits;
 use crate::handler::{Edge, Place};
 use crate::net;
 use crate::rate::Open;
+use crate::threads::Threads;
 use crate::tls::Tls;
 
 /// What a stranger may use up.
@@ -68,7 +69,7 @@ impl Bounds {
     }
 }
 
-/// Serves until `end`, then lets what runs finish for a moment.
+/// Serves on these threads until `end`, then lets what runs finish for a moment. Bounds hold for all threads together.
 ///
 /// # Errors
 /// The listener's, where it cannot go on.
@@ -77,6 +78,7 @@ pub async fn serve(
     edge: Arc<Edge>,
     tls: Option<Arc<Tls>>,
     bounds: Bounds,
+    threads: Threads,
     end: impl Future<Output = ()>,
 ) -> io::Result<()> {
     let sources = Open::default();
@@ -108,9 +110,13 @@ pub async fn serve(
             full(stream, tls.is_some());
             continue;
         };
-        let (place, tls) = (Arc::new((place, one)), tls.clone());
-        let visit = Visit { from: source, edge: edge.clone(), bounds, place, ending: ending.subscribe() };
-        tokio::spawn(connection(stream, tls, visit));
+        // Known to this thread's runtime until here, and from there on to that of the thread that serves it.
+        let Ok(stream) = stream.into_std() else { continue };
+        threads.serve(|counted| {
+            let place = Arc::new((place, one, counted));
+            let visit = Visit { from: source, edge: edge.clone(), bounds, place, ending: ending.subscribe() };
+            connection(stream, tls.clone(), visit)
+        });
     }
     drop(listener);
     drop(ending);
@@ -151,7 +157,8 @@ struct Visit {
     ending: watch::Receiver<()>,
 }
 
-async fn connection(stream: TcpStream, tls: Option<Arc<Tls>>, visit: Visit) {
+async fn connection(stream: std::net::TcpStream, tls: Option<Arc<Tls>>, visit: Visit) {
+    let Ok(stream) = TcpStream::from_std(stream) else { return };
     let _ = stream.set_nodelay(true);
     let _ = rustix::net::sockopt::set_socket_keepalive(&stream, true);
     let _ = rustix::net::sockopt::set_tcp_keepidle(&stream, Duration::from_secs(60));

@@ -13,7 +13,9 @@ use hyper::body::Incoming;
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper_util::rt::TokioIo;
 use pepo_api::Route;
+use pepo_api::quiet::Quiet;
 use tokio::net::UnixStream;
+use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use crate::auth::Who;
@@ -67,6 +69,8 @@ const CALLERS: usize = 64;
 
 struct Connection {
     sender: SendRequest<Any>,
+    /// The runtime that moves its bytes: it serves requests of that one's thread.
+    on: tokio::runtime::Id,
     since: Instant,
     _running: Running,
 }
@@ -91,9 +95,11 @@ impl Held for Lease {
             }
         }
         let of = waiting.entry(self.of.clone()).or_default();
-        if of.len() < WAITING {
-            of.push(Connection { since: Instant::now(), ..connection });
+        if of.len() == WAITING {
+            // The one that waits longest goes; it may be one of another thread, which has nothing to do now.
+            of.remove(0);
         }
+        of.push(Connection { since: Instant::now(), ..connection });
     }
 }
 
@@ -115,6 +121,7 @@ impl Upstream {
         let stream = tokio::time::timeout(CONNECT_WITHIN, UnixStream::connect(&*self.socket))
             .await
             .map_err(|_| refuse(std::io::ErrorKind::TimedOut.into()))?
+            .and_then(|stream| Quiet::new(stream.into_std()?))
             .map_err(refuse)?;
         let (sender, connection) = http1::Builder::new()
             .max_header_size(HEAD_BYTES)
@@ -126,19 +133,17 @@ impl Upstream {
                 tracing::debug!(%error, "connection to the daemon ended");
             }
         });
-        Ok(Connection { sender, since: Instant::now(), _running: running })
+        Ok(Connection { sender, on: Handle::current().id(), since: Instant::now(), _running: running })
     }
 
-    /// A connection of that caller that waits and is well.
+    /// A connection of that caller that waits on this thread and is well.
     fn waiting(&self, of: &Who) -> Option<Connection> {
+        let here = Handle::current().id();
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         let own = waiting.get_mut(of)?;
-        while let Some(connection) = own.pop() {
-            if connection.since.elapsed() < IDLE && connection.sender.is_ready() {
-                return Some(connection);
-            }
-        }
-        None
+        own.retain(|one| one.since.elapsed() < IDLE && !one.sender.is_closed());
+        let last = own.iter().rposition(|one| one.on == here && one.sender.is_ready())?;
+        Some(own.remove(last))
     }
 
     /// Sends a caller's request. What is returned beside the answer must live as long as its body is read.

@@ -15,6 +15,7 @@ use pepo_edge::handler::{Edge, Rules};
 use pepo_edge::jwt::Issuers;
 use pepo_edge::keys::Keys;
 use pepo_edge::server::{Bounds, serve};
+use pepo_edge::threads::Threads;
 use pepo_edge::upstream::Upstream;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -219,7 +220,8 @@ async fn without_a_daemon_nobody_is_let_in() {
     let edge = Arc::new(Edge::new(gate, Rules { streams: 8, ..Rules::default() }, upstream, Decisions::new().0));
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("bind");
     let address = listener.local_addr().expect("address");
-    tokio::spawn(async move { serve(listener, edge, None, bounds(), std::future::pending()).await });
+    let threads = Threads::start(1).expect("threads");
+    tokio::spawn(async move { serve(listener, edge, None, bounds(), threads, std::future::pending()).await });
     let answer = exchange(address, request("GET /v1/sessions HTTP/1.1", "")).await;
     assert_eq!(status(&answer), 503, "{answer}");
     assert!(answer.contains("retry-after: 1") && answer.contains("\"unavailable\""), "{answer}");
@@ -228,4 +230,41 @@ async fn without_a_daemon_nobody_is_let_in() {
         status(&exchange(address, request("GET /readyz HTTP/1.1", "")).await),
         StatusCode::SERVICE_UNAVAILABLE.as_u16()
     );
+}
+
+/// Asks once more on a connection that stays.
+async fn again(stream: &mut TcpStream, key: &str) {
+    let head = format!("GET /v1/sessions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n\r\n");
+    stream.write_all(head.as_bytes()).await.expect("write");
+    let (mut answer, mut bytes) = (Vec::new(), [0; 4096]);
+    while !answer.ends_with(b"{\"ok\":true}") {
+        let read = tokio::time::timeout(LONG, stream.read(&mut bytes)).await.expect("an answer").expect("read");
+        assert!(read > 0, "{}", String::from_utf8_lossy(&answer));
+        answer.extend_from_slice(&bytes[..read]);
+    }
+}
+
+#[tokio::test]
+async fn a_connection_to_the_daemon_serves_one_caller_and_one_thread() {
+    const OTHER: &str = "pepo_9876543210";
+    let f = start(bounds()).await;
+    f.daemon.change(|state| state.keys.as_mut().expect("keys").push(world::key(f.app, OTHER, &["*"]))).await;
+    // Each goes to the thread that has fewer.
+    let mut one = TcpStream::connect(f.address).await.expect("connect");
+    again(&mut one, KEY).await;
+    let mut streams = [one, TcpStream::connect(f.address).await.expect("connect")];
+    for (stream, key) in [(1, KEY), (0, OTHER), (1, OTHER)] {
+        again(&mut streams[stream], key).await;
+    }
+    for _ in 0..3 {
+        for (stream, key) in [(0, KEY), (1, KEY), (0, OTHER), (1, OTHER)] {
+            again(&mut streams[stream], key).await;
+        }
+    }
+    let on: Vec<usize> = f.daemon.asked().iter().map(|asked| asked.connection).collect();
+    let first: std::collections::BTreeSet<_> = on[..4].iter().collect();
+    assert_eq!(first.len(), 4, "two callers on two threads have four: {on:?}");
+    for turn in on[4..].chunks(4) {
+        assert_eq!(turn, &on[..4], "and each comes back to its own");
+    }
 }

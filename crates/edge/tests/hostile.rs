@@ -466,28 +466,39 @@ async fn one_source_does_not_take_every_place() {
         held.push(stream);
     }
     tokio::time::sleep(Duration::from_millis(50)).await;
-    // Said before anything is asked.
+    // Said before anything is asked. They are on two threads, and the bound is one.
     let answer = exchange(f.address, "").await;
     assert_eq!(status(&answer), 503, "{answer}");
+    drop(held.pop());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let answer = f.get("/v1/sessions", KEY, "").await;
+    assert_eq!(status(&answer), 200, "a place that is left is free: {answer}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_runs_may_finish_when_it_ends() {
     let bounds = Bounds { end_within: Duration::from_secs(20), ..Options::default().bounds };
-    let mut f = start(Options { bounds, ..Options::default() }).await;
-    let mut running = TcpStream::connect(f.address).await.expect("connect");
+    let mut f = start(Options { bounds, threads: 3, ..Options::default() }).await;
     let head = format!(
         "PUT /v1/sessions/s/files?path=a HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 6\r\n\r\nabc"
     );
-    running.write_all(head.as_bytes()).await.expect("write");
+    // More than there are threads: each has some.
+    let mut all = Vec::new();
+    for _ in 0..5 {
+        let mut running = TcpStream::connect(f.address).await.expect("connect");
+        running.write_all(head.as_bytes()).await.expect("write");
+        all.push(running);
+    }
     tokio::time::sleep(Duration::from_millis(200)).await;
     f.end();
     tokio::time::sleep(Duration::from_millis(200)).await;
     assert!(TcpStream::connect(f.address).await.is_err(), "nobody new is taken");
-    running.write_all(b"def").await.expect("write");
-    let mut answer = Vec::new();
-    tokio::time::timeout(LONG, running.read_to_end(&mut answer)).await.expect("an end").expect("read");
-    assert_eq!(status(&String::from_utf8_lossy(&answer)), 200);
-    assert_eq!(&f.daemon.asked()[0].body[..], b"abcdef");
+    for mut running in all {
+        running.write_all(b"def").await.expect("write");
+        let mut answer = Vec::new();
+        tokio::time::timeout(LONG, running.read_to_end(&mut answer)).await.expect("an end").expect("read");
+        assert_eq!(status(&String::from_utf8_lossy(&answer)), 200);
+    }
+    assert!(f.daemon.asked().iter().all(|asked| &asked.body[..] == b"abcdef"));
     tokio::time::timeout(LONG, f.ended.take().expect("task")).await.expect("it ends").expect("task").expect("well");
 }

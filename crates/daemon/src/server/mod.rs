@@ -41,12 +41,14 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodFilter, on};
 use http::{HeaderValue, StatusCode, header};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use pepo_api::quiet::Quiet;
 use pepo_api::{Answer, AppId, Audience, Error as ApiError, ErrorBody, ErrorCode, KeyId, RequestId, Route};
 use pepo_sandbox::chain;
 use pepo_sandbox::proto::FailureCode;
 use pepo_sandbox::{guest, host};
 use tokio::net::UnixListener;
 use tokio::sync::Semaphore;
+use tokio_util::task::AbortOnDropHandle;
 use tower_service::Service as _;
 
 use crate::Pepod;
@@ -409,6 +411,7 @@ pub async fn serve(pepod: Pepod, listener: Listener, socket: UnixListener) {
             Listener::Operator => Connection::of(&stream).ok(),
             Listener::Edge { .. } => None,
         });
+        let Ok(stream) = stream.into_std().and_then(Quiet::new) else { continue };
         let (pepod, router) = (pepod.clone(), router.clone());
         tokio::spawn(async move {
             let service = hyper::service::service_fn(move |request: http::Request<hyper::body::Incoming>| {
@@ -440,11 +443,22 @@ async fn answer(pepod: Pepod, mut router: Router, listener: Listener, peer: u32,
     .unwrap_or_else(RequestId::generate);
     let response = match identify(&pepod, listener, peer, &request, request_id) {
         Ok(call) => {
+            let changes = !request.method().is_safe();
             request.extensions_mut().insert(call);
-            request.extensions_mut().insert(pepod);
-            match router.call(request).await {
-                Ok(response) => response,
-                Err(never) => match never {},
+            request.extensions_mut().insert(pepod.clone());
+            let answering = router.call(request);
+            let answered = match listener {
+                // What it starts stays when its connection is gone: it belongs among all that runs, not on this thread.
+                Listener::Edge { .. } if changes => AbortOnDropHandle::new(pepod.runtime().spawn(answering)).await,
+                Listener::Edge { .. } | Listener::Operator => Ok(answering.await),
+            };
+            match answered {
+                Ok(Ok(response)) => response,
+                Ok(Err(never)) => match never {},
+                Err(error) => {
+                    tracing::error!(%error, request = %request_id, "a request broke off");
+                    Problem::new(ErrorCode::Internal, "the request broke off").into_response()
+                }
             }
         }
         Err(problem) => problem.into_response(),

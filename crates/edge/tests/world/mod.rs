@@ -23,6 +23,7 @@ use pepo_edge::jwt::Issuers;
 use pepo_edge::keys::Keys;
 use pepo_edge::rate::Rate;
 use pepo_edge::server::{Bounds, serve};
+use pepo_edge::threads::Threads;
 use pepo_edge::tls::Tls;
 use pepo_edge::upstream::Upstream;
 use sha2::{Digest, Sha256};
@@ -44,6 +45,8 @@ pub struct Asked {
     pub target: String,
     pub headers: HeaderMap,
     pub body: Bytes,
+    /// On which of the edge's connections.
+    pub connection: usize,
 }
 
 /// The fake daemon.
@@ -84,7 +87,11 @@ impl Drop for Dropped {
     }
 }
 
-async fn answer(daemon: Arc<Daemon>, mut request: Request<Incoming>) -> Result<Response<Full<Bytes>>, hyper::Error> {
+async fn answer(
+    daemon: Arc<Daemon>,
+    connection: usize,
+    mut request: Request<Incoming>,
+) -> Result<Response<Full<Bytes>>, hyper::Error> {
     if request.uri().path() == "/v1/edge/state" {
         if daemon.mute.load(std::sync::atomic::Ordering::Relaxed) {
             std::future::pending::<()>().await;
@@ -104,6 +111,7 @@ async fn answer(daemon: Arc<Daemon>, mut request: Request<Incoming>) -> Result<R
         target: target.clone(),
         headers: request.headers().clone(),
         body,
+        connection,
     };
     if let Some(protocol) = request.headers().get("upgrade").cloned() {
         daemon.asked.lock().expect("lock").push(asked(Bytes::new()));
@@ -132,7 +140,8 @@ async fn answer(daemon: Arc<Daemon>, mut request: Request<Incoming>) -> Result<R
     }
     let (parts, body) = request.into_parts();
     let body = body.collect().await?.to_bytes();
-    daemon.asked.lock().expect("lock").push(Asked { method: parts.method, target, headers: parts.headers, body });
+    let asked = Asked { method: parts.method, target, headers: parts.headers, body, connection };
+    daemon.asked.lock().expect("lock").push(asked);
     let answer = Response::builder()
         .header("pepo-activation", "3")
         .header("connection", "x-hop")
@@ -144,11 +153,11 @@ async fn answer(daemon: Arc<Daemon>, mut request: Request<Incoming>) -> Result<R
 fn listen(socket: &Path, daemon: Arc<Daemon>) -> impl Future<Output = ()> + use<> {
     let listener = UnixListener::bind(socket).expect("bind");
     async move {
-        loop {
+        for connection in 0.. {
             let (stream, _) = listener.accept().await.expect("accept");
             let daemon = daemon.clone();
             tokio::spawn(async move {
-                let service = service_fn(move |request| answer(daemon.clone(), request));
+                let service = service_fn(move |request| answer(daemon.clone(), connection, request));
                 let _ = hyper::server::conn::http1::Builder::new()
                     .serve_connection(TokioIo::new(stream), service)
                     .with_upgrades()
@@ -165,6 +174,7 @@ pub struct Options {
     pub failures: Rate,
     pub issuers: Vec<Issuer>,
     pub tls: Option<Arc<Tls>>,
+    pub threads: usize,
 }
 
 impl Default for Options {
@@ -183,6 +193,7 @@ impl Default for Options {
             failures: Rate { per_second: 1000, burst: 1000 },
             issuers: vec![],
             tls: None,
+            threads: 2,
         }
     }
 }
@@ -283,7 +294,8 @@ pub async fn start(options: Options) -> Fixture {
             std::future::pending::<()>().await;
         }
     };
-    let ended = tokio::spawn(serve(listener, edge, options.tls, options.bounds, end_asked));
+    let threads = Threads::start(options.threads).expect("threads");
+    let ended = tokio::spawn(serve(listener, edge, options.tls, options.bounds, threads, end_asked));
     tokio::time::timeout(LONG, async {
         while !keys.fresh() {
             tokio::time::sleep(Duration::from_millis(5)).await;
