@@ -6,6 +6,7 @@
 
 #![forbid(unsafe_code)]
 
+mod address;
 mod app;
 mod command;
 mod document;
@@ -18,6 +19,7 @@ mod image;
 #[cfg(feature = "openapi")]
 pub mod openapi;
 mod operator;
+mod publish;
 pub mod query;
 mod routes;
 mod scope;
@@ -32,6 +34,7 @@ pub mod client;
 #[cfg(feature = "quiet")]
 pub mod quiet;
 
+pub use address::{Domain, DomainError, Named, PortName};
 pub use app::{
     App, AppDefaults, AppIngress, AppLimits, AppQuota, AppSettings, AppUse, AppliedFile, Change, CreateApp, CreateKey,
     Key, KeyCan, NewKey, RotateKey, UpdateApp,
@@ -48,9 +51,10 @@ pub use id::{AppId, CommandId, IdError, ImageId, KeyId, RequestId, SandboxId, Se
 pub use image::{BuildEvent, BuildImage, Image, RecipeFile, RemovedImages};
 pub use operator::{
     BackupFile, BackupManifest, Check, ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeApp, EdgeDecision,
-    EdgeDecisions, EdgeKey, EdgeState, EdgeVoid, Health, Leftover, Ready, RestoreReport, SetupReport, SetupState,
-    Severity, SweepReport, SweepRequest, Version,
+    EdgeDecisions, EdgeKey, EdgePort, EdgeState, EdgeVoid, Health, Leftover, Ready, RestoreReport, SetupReport,
+    SetupState, Severity, SweepReport, SweepRequest, Version,
 };
+pub use publish::{PublishPort, PublishedPort};
 pub use routes::{Action, Answer, Audience, Body, REST, ROUTES, Route, Subject, route};
 pub use scope::{ADMIN, Bound, Denied, Principal, Resource, Scope, ScopeError, allow};
 pub use secret::SecretText;

@@ -25,6 +25,9 @@ pub struct Version {
     /// The instance's tag in host names.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tag: Option<String>,
+    /// The domain below which ports have host names of their own: `{port}-{32 hex digits of the Session's id}.{domain}`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub domain: Option<String>,
 }
 
 /// Answer to `GET /healthz` and `/readyz`.
@@ -219,6 +222,23 @@ pub struct EdgeState {
     /// Session tokens that are revoked and not over yet; beside the keys.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub void: Vec<EdgeVoid>,
+    /// Ports that are published and not over yet; beside the keys.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub published: Vec<EdgePort>,
+}
+
+/// A published port as the edge needs it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
+pub struct EdgePort {
+    /// Whose the Session is.
+    pub app_id: AppId,
+    /// The Session.
+    pub session_id: SessionId,
+    /// The port in it.
+    pub port: u16,
+    /// When that ends.
+    pub expires_at: jiff::Timestamp,
 }
 
 /// An App as the edge needs it.

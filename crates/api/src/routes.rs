@@ -52,6 +52,8 @@ actions! {
     FilesWrite = "files:write";
     /// Connect to a port inside.
     PortsConnect = "ports:connect";
+    /// Publish a port inside to whoever has its address, and withdraw it.
+    PortsPublish = "ports:publish";
     /// Make and revoke tokens of a Session.
     TokensWrite = "tokens:write";
     /// See Workspaces and their files.
@@ -297,6 +299,9 @@ routes! {
     port_put: PUT "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
     port_patch: PATCH "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
     port_delete: DELETE "/v1/sessions/{session}/ports/{port}/{rest}", PortsConnect, Tenant, Raw -> Guest;
+    port_list: GET "/v1/sessions/{session}/published", SessionsRead, Tenant, None -> Json;
+    port_publish: PUT "/v1/sessions/{session}/published/{port}", PortsPublish, Tenant, Json -> Json;
+    port_withdraw: DELETE "/v1/sessions/{session}/published/{port}", PortsPublish, Tenant, None -> Empty;
     token_create: POST "/v1/sessions/{session}/tokens", TokensWrite, Tenant, Json -> Json;
     token_revoke: DELETE "/v1/sessions/{session}/tokens", TokensWrite, Tenant, None -> Empty;
     workspace_create: POST "/v1/workspaces", WorkspacesWrite, Tenant, Json -> Json;

@@ -129,6 +129,9 @@ pub enum Denied {
     /// It is bound to a Session, and this is not about that one.
     #[error("it is for {0} alone, named by its id")]
     Session(SessionId),
+    /// It is bound to a Session, and this opens it to others.
+    #[error("{0} is nothing that a Session token can have")]
+    Bound(&'static str),
     /// It is bound to one port or none, and this is another.
     #[error("it is for no port{}", .0.map(|port| format!(" but {port}")).unwrap_or_default())]
     Port(Option<u16>),
@@ -144,6 +147,10 @@ pub fn allow<'a>(who: Principal<'a>, action: Action, of: Resource<'_>) -> Result
     }
     let scope = who.scopes.iter().find(|scope| scope.covers(action)).ok_or(Denied::Scope(action.word()))?;
     let Some(bound) = who.bound else { return Ok(scope) };
+    // Whatever its scopes say: what was lent for minutes opens nothing to everybody.
+    if action == Action::PortsPublish {
+        return Err(Denied::Bound(action.word()));
+    }
     // By its id, not a name: names are given anew.
     let own = |session: &str| session.parse() == Ok(bound.session);
     match of {
@@ -245,6 +252,9 @@ mod tests {
         assert_eq!(port(Some(80), "81"), Some(Denied::Port(Some(80))));
         assert_eq!(port(None, "80"), Some(Denied::Port(None)));
         assert_eq!(port(Some(80), "x"), Some(Denied::Port(Some(80))));
+        let publish = |bound| allow(bound, Action::PortsPublish, Resource::Port(&own, "80")).err();
+        assert_eq!(publish(bound(Some(80))), Some(Denied::Bound("ports:publish")));
+        assert_eq!(publish(Principal { scopes: &scopes, bound: None }), None);
     }
 
     #[test]

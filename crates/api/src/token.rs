@@ -19,7 +19,7 @@ pub const TOKEN_PREFIX: &str = "pepot_";
 #[cfg_attr(feature = "openapi", derive(utoipa::ToSchema))]
 #[serde(deny_unknown_fields)]
 pub struct CreateToken {
-    /// What it may do in the Session: words of `sessions:read`, `commands`, `files` and `ports`, none that the caller lacks.
+    /// What it may do in the Session: `sessions:read`, words of `commands` and `files`, `ports:connect`; none that the caller lacks.
     /// Absent or empty: all that a token can have, of what the caller may do.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub scopes: Vec<Scope>,

@@ -251,6 +251,8 @@ pub struct Config {
     pub metrics: Option<SocketAddr>,
     /// Where the edge listens.
     pub listen: SocketAddr,
+    /// Below which ports have host names of their own, where the operator gave one.
+    pub domain: Option<pepo_api::Domain>,
     /// Who is asked for names; none: this host's own resolvers.
     pub dns: Vec<SocketAddr>,
     /// The operator's presets, by name, as written.
@@ -412,6 +414,11 @@ const SETTINGS: &[Setting] = &[
     row("edge.plain_http", "Where it listens without TLS: loopback, anywhere.", || "loopback".into()),
     row("edge.trusted_proxies", "Whose X-Forwarded-For counts: addresses and ranges, commas between.", String::new),
     row(
+        "edge.domain",
+        "Below it ports of Sessions have host names of their own, as preview.example.com; empty: they have none.",
+        String::new,
+    ),
+    row(
         "edge.origins",
         "Where pages may come from that call it from a browser, as https://app.example.com.",
         String::new,
@@ -419,6 +426,9 @@ const SETTINGS: &[Setting] = &[
     row("edge.requests", "Requests of one key a second, twice that at once; 0: no limit.", || "500".into()),
     row("edge.app_requests", "Requests of one App a second where it has no quota of its own; 0: no limit.", || {
         "1000".into()
+    }),
+    row("edge.public_requests", "Requests a second of strangers to one published port, twice that at once.", || {
+        "400".into()
     }),
     row("edge.failures", "Wrong credentials of one address at once; one a second after that.", || "20".into()),
     row("edge.streams", "Requests of one key that run at once; empty: three quarters of the connections.", String::new),
@@ -749,6 +759,10 @@ impl Raw {
             },
             listen: self.get("edge.listen", |text| {
                 text.parse().map_err(|_| "expected an address and a port, as 127.0.0.1:7070".into())
+            })?,
+            domain: self.get("edge.domain", |text| match text {
+                "" => Ok(None),
+                text => text.parse().map(Some).map_err(|error: pepo_api::DomainError| error.to_string()),
             })?,
             dns: self.get("network.dns", |text| {
                 let servers = text.split(',').map(str::trim).filter(|text| !text.is_empty());

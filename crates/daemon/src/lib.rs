@@ -520,6 +520,7 @@ impl Pepod {
         Version {
             guest_digest: Some(self.0.guest_digest.clone()),
             tag: Some(self.0.tag.to_string()),
+            domain: self.0.config.domain.as_ref().map(|domain| domain.as_str().to_owned()),
             ..version(&self.0.runs_on)
         }
     }
@@ -534,6 +535,7 @@ pub fn version(runs_on: &str) -> Version {
         guest_digest: None,
         runs_on: runs_on.to_owned(),
         tag: None,
+        domain: None,
     }
 }
 

@@ -10,7 +10,7 @@
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use pepo_api::{AppId, Bound, KeyId, Principal, Scope, SessionId, TOKEN_PREFIX};
+use pepo_api::{AppId, Bound, KeyId, PortName, Principal, Scope, SessionId, TOKEN_PREFIX};
 
 use crate::jwt::{self, Issuers};
 use crate::keys::Keys;
@@ -39,6 +39,8 @@ pub enum Who {
     Token(SessionId),
     /// An identity provider's subject, as the log names it.
     Subject(Arc<str>),
+    /// Anybody, at a published port.
+    Stranger(PortName),
 }
 
 impl Who {
@@ -48,6 +50,7 @@ impl Who {
             Who::Key(_) => None,
             Who::Token(session) => Some(format!("token:{session}")),
             Who::Subject(name) => Some(name.to_string()),
+            Who::Stranger(of) => Some(format!("anybody:{of}")),
         }
     }
 
@@ -55,7 +58,7 @@ impl Who {
     pub fn key(&self) -> Option<KeyId> {
         match self {
             Who::Key(key) => Some(*key),
-            Who::Token(_) | Who::Subject(_) => None,
+            Who::Token(_) | Who::Subject(_) | Who::Stranger(_) => None,
         }
     }
 }
@@ -109,7 +112,7 @@ impl Gate {
     }
 
     /// The copy.
-    pub fn keys(&self) -> &Keys {
+    pub fn keys(&self) -> &Arc<Keys> {
         &self.keys
     }
 

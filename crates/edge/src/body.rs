@@ -22,6 +22,9 @@ pub enum Error {
     /// It was not whole for so long.
     #[error("the body was not whole within {0:?}")]
     Slow(Duration),
+    /// The port that it comes from is published no more.
+    #[error("the port is published no more")]
+    Withdrawn,
     /// The connection broke.
     #[error("the connection broke")]
     Broken(#[source] hyper::Error),

@@ -10,6 +10,8 @@ use std::time::Duration;
 
 pub use issuers::Issuer;
 
+use pepo_api::{Domain, DomainError};
+
 use crate::net::Ranges;
 use crate::rate::Rate;
 use crate::tls;
@@ -36,6 +38,8 @@ pub struct Config {
     pub proxies: Ranges,
     /// Where pages may come from that call us from a browser.
     pub origins: Vec<String>,
+    /// Below which ports have host names of their own; none: they have none.
+    pub domain: Option<Domain>,
     /// What callers may use up.
     pub limits: Limits,
     /// Whose tokens are taken.
@@ -49,6 +53,8 @@ pub struct Limits {
     pub caller: Option<Rate>,
     /// Requests of one App where it is not set to its own; none: no limit.
     pub app: Option<Rate>,
+    /// Requests of strangers to one published port.
+    pub public: Rate,
     /// Wrong credentials of one source.
     pub failures: Rate,
     /// Requests of one caller that run at once; none: three quarters of the connections.
@@ -64,6 +70,7 @@ impl Default for Limits {
         Limits {
             caller: Some(Rate::of(500)),
             app: Some(Rate::of(1000)),
+            public: Rate::of(400),
             failures: Rate { per_second: 1, burst: 20 },
             streams: None,
             connections: None,
@@ -199,6 +206,7 @@ pub fn read(arguments: Vec<OsString>, variable: impl Fn(&str) -> Option<OsString
     let limits = Limits {
         caller: typed.get("requests", rate)?.unwrap_or(usual.caller),
         app: typed.get("app_requests", rate)?.unwrap_or(usual.app),
+        public: typed.get("public_requests", |text| number(text, 1, 1_000_000))?.map_or(usual.public, Rate::of),
         failures: typed
             .get("failures", |text| number(text, 1, 10_000))?
             .map_or(usual.failures, |burst| Rate { burst, ..usual.failures }),
@@ -222,6 +230,7 @@ pub fn read(arguments: Vec<OsString>, variable: impl Fn(&str) -> Option<OsString
         tls,
         proxies: typed.get("trusted_proxies", ranges)?.unwrap_or_default(),
         origins: typed.get("origins", origins)?.unwrap_or_default(),
+        domain: typed.get("domain", |text| text.parse().map_err(|error: DomainError| error.to_string()))?,
         limits,
         issuers,
     };
@@ -401,12 +410,14 @@ mod tests {
         let home = tempfile::tempdir().expect("directory");
         let path = home.path().to_str().expect("utf-8");
         let text = "[edge]\nrequests = 50\napp_requests = 0\nfailures = 7\nstreams = 9\nconnections = 64\ndrain = \"1m\"\n\
+            public_requests = 60\ndomain = \"preview.example.com\"\n\
             trusted_proxies = \"10.0.0.0/8, ::1\"\norigins = \"https://app.example.com\"\n";
         std::fs::write(home.path().join("pepo.toml"), text).expect("file");
         let typed = config(read_with(&[], &[("PEPO_HOME", path)]));
         let limits = Limits {
             caller: Some(Rate { per_second: 50, burst: 100 }),
             app: None,
+            public: Rate { per_second: 60, burst: 120 },
             failures: Rate { per_second: 1, burst: 7 },
             streams: Some(9),
             connections: Some(64),
@@ -415,12 +426,15 @@ mod tests {
         assert_eq!(typed.limits, limits);
         assert!(typed.proxies.have("10.1.2.3".parse().expect("address")));
         assert_eq!(typed.origins, ["https://app.example.com"]);
+        assert_eq!(typed.domain.as_ref().map(Domain::as_str), Some("preview.example.com"));
         let over = config(read_with(&[], &[("PEPO_HOME", path), ("PEPO_EDGE_REQUESTS", "0")]));
         assert_eq!(over.limits.caller, None);
         for (name, value) in [
             ("PEPO_EDGE_REQUESTS", "-1"),
             ("PEPO_EDGE_TRUSTED_PROXIES", "anywhere"),
             ("PEPO_EDGE_ORIGINS", "*"),
+            ("PEPO_EDGE_DOMAIN", "*.example.com"),
+            ("PEPO_EDGE_PUBLIC_REQUESTS", "0"),
             ("PEPO_EDGE_DRAIN", "soon"),
         ] {
             let error = read_with(&[], &[("PEPO_HOME", path), (name, value)]).expect_err(name).to_string();

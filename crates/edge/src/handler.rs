@@ -1,5 +1,7 @@
 //! One handler for every row: path, key, head, body, then the daemon's answer as it comes.
 
+mod visit;
+
 use std::convert::Infallible;
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,7 +13,7 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode, header
 use http_body_util::BodyExt;
 use hyper::body::{Body as _, Incoming};
 use hyper_util::rt::TokioIo;
-use pepo_api::{Answer, AppId, Body, Error, ErrorCode, RequestId, Route, allow};
+use pepo_api::{Answer, AppId, Body, Domain, Error, ErrorCode, RequestId, Route, allow};
 use tokio::sync::OwnedSemaphorePermit;
 
 use crate::auth::{Caller, Gate, Refused, Who};
@@ -19,6 +21,7 @@ use crate::body::{self, Any, Passing};
 use crate::config::Limits;
 use crate::decisions::{Decision, Decisions};
 use crate::head;
+use crate::named::{self, Strangers, Turn};
 use crate::net::{self, Ranges};
 use crate::own::{self, Refusal, refused, unavailable, used_up};
 use crate::path::{Found, find};
@@ -45,6 +48,7 @@ pub struct Edge {
     callers: Buckets<Who>,
     apps: Buckets<AppId>,
     open: Open<Who>,
+    strangers: Strangers,
 }
 
 /// What it goes by, beside who calls.
@@ -54,6 +58,8 @@ pub struct Rules {
     pub proxies: Ranges,
     /// Where pages may come from that call us from a browser.
     pub origins: Vec<String>,
+    /// Below which ports have host names of their own.
+    pub domain: Option<Domain>,
     /// What callers may use up.
     pub limits: Limits,
     /// Requests of one caller that run at once.
@@ -67,6 +73,7 @@ impl Default for Rules {
         Rules {
             proxies: Ranges::default(),
             origins: Vec::new(),
+            domain: None,
             limits: Limits::default(),
             streams: 1,
             json_within: Duration::from_secs(60),
@@ -80,8 +87,8 @@ pub type Place = Arc<(OwnedSemaphorePermit, Opened<IpAddr>, Counted)>;
 impl Edge {
     /// A handler that judges by this gate, goes by these rules, forwards to this daemon, and says what it refused.
     pub fn new(gate: Gate, rules: Rules, upstream: Upstream, decisions: Decisions) -> Self {
-        let (callers, apps, open) = Default::default();
-        Self { gate, upstream, decisions, rules, callers, apps, open }
+        let (callers, apps, open, strangers) = Default::default();
+        Self { gate, upstream, decisions, rules, callers, apps, open, strangers }
     }
 
     /// Whose `X-Forwarded-For` counts.
@@ -103,7 +110,7 @@ impl Edge {
         let id = RequestId::generate();
         let from = net::client(peer, request.headers(), &self.rules.proxies);
         let page = self.page(request.headers());
-        let mut seen = Seen { row: "-", caller: None, level: None };
+        let mut seen = Seen { row: "-", caller: None, level: None, public: false };
         let mut answer = match self.route(request, id, from, place, page.as_ref(), &mut seen).await {
             Ok(answer) => answer,
             Err(refusal) => {
@@ -112,7 +119,10 @@ impl Edge {
             }
         };
         levels(answer.headers_mut(), seen.level);
-        self.shared(answer.headers_mut(), page);
+        // Who may read what a published port says to anybody, its program says itself.
+        if !seen.public {
+            self.shared(answer.headers_mut(), page);
+        }
         // The row's name and not the path: paths are a stranger's text.
         tracing::info!(
             request = %id,
@@ -133,10 +143,17 @@ impl Edge {
         page: Option<&HeaderValue>,
         seen: &mut Seen,
     ) -> Result<Response<Any>, Refusal> {
-        let (parts, incoming) = request.into_parts();
+        let (mut parts, incoming) = request.into_parts();
         head::admit(&parts)
             .map_err(|why| Refusal::from(Error::new(ErrorCode::BadRequest, why.to_string())).and_close())?;
+        let port = self.port(&parts, from)?;
+        let published = port.and_then(|of| self.gate.keys().current()?.published(of, from));
+        if let Some(of) = port {
+            let nothing = || Error::new(ErrorCode::NotFound, "there is nothing at this path");
+            parts.uri = named::target(of, &parts.uri).ok_or_else(nothing)?;
+        }
         if page.is_some()
+            && published.is_none()
             && parts.method == Method::OPTIONS
             && parts.headers.contains_key(header::ACCESS_CONTROL_REQUEST_METHOD)
         {
@@ -155,23 +172,22 @@ impl Edge {
             }
         };
         seen.row = row.name;
-        let caller = self.caller(&parts, row, from, seen).await?;
+        let caller = match port.zip(published) {
+            Some((of, app)) => self.visitor(&parts, row, from, seen, (of, app)).await?,
+            None => self.caller(&parts, row, from, seen).await?,
+        };
         if parts.headers.contains_key(head::APP) {
             let error = Error::new(ErrorCode::Invalid, "the key has its own App").param("Pepo-App");
             return Err(error.hint("leave the header Pepo-App out; only the operator names an App").into());
         }
 
-        let most = self.rules.streams;
-        let Some(open) = self.open.enter(caller.who.clone(), most) else {
-            return Err(used_up(
-                "streams",
-                most as u64,
-                format!("this caller has {most} requests open, as many as may be"),
-                1,
-            ));
-        };
+        let open = self.turn(&caller, from)?;
         let upgrade = head::upgrade(row, &parts.headers);
         let mut headers = head::to_daemon(&parts.headers, row, &caller, from, id, upgrade);
+        if port.is_some() {
+            let by = if seen.public { "anybody" } else { "credential" };
+            headers.insert(head::NAMED, HeaderValue::from_static(by));
+        }
         let body = self.body_for(row, incoming, &parts.headers, &mut headers).await?;
         let mut onward = Request::new(body);
         *onward.method_mut() = parts.method.clone();
@@ -195,11 +211,17 @@ impl Edge {
             let mut switching = Response::new(body::nothing());
             *switching.status_mut() = status;
             *switching.headers_mut() = head::to_switching(&asked, answer.headers(), id, protocol);
-            tokio::spawn(splice(ours, theirs, (place, running, open), id));
+            let closed = port.filter(|_| seen.public).map(|of| named::closed(self.gate.keys().clone(), of));
+            tokio::spawn(splice(ours, theirs, (place, running, open), id, closed));
             return Ok(switching);
         }
         let headers = head::to_caller(answer.headers(), id, None);
-        let mut passed = Response::new(Passing::new(answer.into_body(), None, DAEMON_IDLE, (running, open)).boxed());
+        let body = Passing::new(answer.into_body(), None, DAEMON_IDLE, (running, open)).boxed();
+        let body = match port.filter(|_| seen.public) {
+            Some(of) => named::while_published(body, self.gate.keys().clone(), of),
+            None => body,
+        };
+        let mut passed = Response::new(body);
         *passed.status_mut() = status;
         *passed.headers_mut() = headers;
         Ok(passed)
@@ -207,22 +229,9 @@ impl Edge {
 
     /// Who calls, and whether they may, by their credential, their rate and their scopes, in this order.
     async fn caller(&self, parts: &Parts, row: &Route, from: IpAddr, seen: &mut Seen) -> Result<Caller, Refusal> {
-        let refuse = |why: &str| {
-            let error = Error::new(ErrorCode::Unauthenticated, why)
-                .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` or `pepo key create` printed it");
-            Refusal::with(error, header::WWW_AUTHENTICATE, "Bearer")
-        };
-        let in_protocols = || {
-            let websocket = matches!(row.answer, Answer::WebSocket | Answer::Guest);
-            head::bearer_protocol(&parts.headers).filter(|_| websocket && head::upgrade(row, &parts.headers).is_some())
-        };
-        let presented = match parts.headers.contains_key(header::AUTHORIZATION) {
-            true => head::bearer(&parts.headers),
-            false => in_protocols(),
-        };
-        let Some(presented) = presented else {
+        let Some(presented) = presented(parts, row) else {
             self.gate.failed(from);
-            return Err(refuse("a key is needed"));
+            return Err(refuse(NO_KEY));
         };
         let caller = self.gate.who(presented, from).await.map_err(|refused| match refused {
             Refused::Unknown => refuse("this key is not valid"),
@@ -335,6 +344,26 @@ struct Seen {
     row: &'static str,
     caller: Option<Caller>,
     level: Option<Level>,
+    /// It is a stranger's, at a published port.
+    public: bool,
+}
+
+/// Why most strangers are refused; what is unknown, over, another App's or not published is no more than that.
+const NO_KEY: &str = "a key is needed";
+
+fn refuse(why: &str) -> Refusal {
+    let error = Error::new(ErrorCode::Unauthenticated, why)
+        .hint("send `Authorization: Bearer KEY`, KEY as `pepo up` or `pepo key create` printed it");
+    Refusal::with(error, header::WWW_AUTHENTICATE, "Bearer")
+}
+
+/// The credential of a request.
+fn presented<'a>(parts: &'a Parts, row: &Route) -> Option<&'a [u8]> {
+    if parts.headers.contains_key(header::AUTHORIZATION) {
+        return head::bearer(&parts.headers);
+    }
+    let websocket = matches!(row.answer, Answer::WebSocket | Answer::Guest);
+    head::bearer_protocol(&parts.headers).filter(|_| websocket && head::upgrade(row, &parts.headers).is_some())
 }
 
 /// Tells how the caller's share stands.
@@ -369,7 +398,7 @@ fn unanswered(error: &upstream::Error) -> Refusal {
 fn body_fault(fault: &body::Error) -> Refusal {
     let error = match fault {
         body::Error::TooLarge(_) => Error::new(ErrorCode::PayloadTooLarge, fault.to_string()),
-        body::Error::Idle(_) | body::Error::Slow(_) | body::Error::Broken(_) => {
+        body::Error::Idle(_) | body::Error::Slow(_) | body::Error::Broken(_) | body::Error::Withdrawn => {
             Error::new(ErrorCode::BadRequest, fault.to_string())
         }
     };
@@ -380,8 +409,9 @@ fn body_fault(fault: &body::Error) -> Refusal {
 async fn splice(
     ours: hyper::upgrade::OnUpgrade,
     theirs: hyper::upgrade::OnUpgrade,
-    held: (Place, upstream::Lease, Opened<Who>),
+    held: (Place, upstream::Lease, Turn),
     id: RequestId,
+    closed: Option<impl Future<Output = ()>>,
 ) {
     let (ours, theirs) = match tokio::try_join!(ours, theirs) {
         Ok(both) => both,
@@ -390,8 +420,18 @@ async fn splice(
             return;
         }
     };
-    if let Err(error) = relay::both(&mut TokioIo::new(ours), &mut TokioIo::new(theirs)).await {
-        tracing::debug!(request = %id, %error, "a raw stream broke off");
+    let (mut ours, mut theirs) = (TokioIo::new(ours), TokioIo::new(theirs));
+    let closed = async {
+        match closed {
+            Some(closed) => closed.await,
+            None => std::future::pending().await,
+        }
+    };
+    tokio::select! {
+        ended = relay::both(&mut ours, &mut theirs) => if let Err(error) = ended {
+            tracing::debug!(request = %id, %error, "a raw stream broke off");
+        },
+        () = closed => tracing::debug!(request = %id, "its port is published no more"),
     }
     drop(held);
 }

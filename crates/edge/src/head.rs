@@ -22,6 +22,8 @@ pub const SCOPES: HeaderName = HeaderName::from_static("pepo-scopes");
 pub const SOURCE: HeaderName = HeaderName::from_static("pepo-source");
 /// What stands before a Session token among a WebSocket's protocols: a browser can send nothing else with one.
 pub const BEARER_PROTOCOL: &str = "pepo.bearer.";
+/// That a port was asked for by its own host name, told to the daemon: by whom.
+pub const NAMED: HeaderName = HeaderName::from_static("pepo-named");
 /// The request's id, told to both sides.
 pub const REQUEST_ID: HeaderName = HeaderName::from_static("pepo-request-id");
 

@@ -1,4 +1,4 @@
-//! The edge's copy of what pepod says of keys, Apps and Session tokens.
+//! The edge's copy of what pepod says of keys, Apps, Session tokens and published ports.
 //!
 //! pepod owns them. The edge asks for what changed since the generation it has, over edge.sock, and pepod answers when
 //! something did, or after a second: a revoked key is out as soon as the answer is here, and asking on says so. A copy
@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use http::StatusCode;
-use pepo_api::{AppId, EdgeApp, EdgeKey, EdgeState, KeyId, Scope, SessionId, TokenClaims, route};
+use pepo_api::{AppId, EdgeApp, EdgeKey, EdgeState, KeyId, PortName, Scope, SessionId, TokenClaims, route};
 use sha2::{Digest, Sha256};
 use tokio::sync::watch;
 
@@ -43,6 +43,7 @@ struct What {
     names: HashMap<String, AppId>,
     token_key: Option<[u8; 32]>,
     void: HashMap<SessionId, i64>,
+    published: HashMap<PortName, (AppId, jiff::Timestamp)>,
 }
 
 /// A key as it is judged by.
@@ -98,6 +99,11 @@ impl What {
             names: state.apps.iter().map(|app| (app.name.clone(), app.id)).collect(),
             token_key: state.token_key.as_ref().and_then(|key| from_hex(key.expose())),
             void: state.void.iter().map(|void| (void.session_id, void.before)).collect(),
+            published: state
+                .published
+                .iter()
+                .map(|of| (PortName { session: of.session_id, port: of.port }, (of.app_id, of.expires_at)))
+                .collect(),
         }
     }
 }
@@ -134,6 +140,17 @@ impl Copy {
     /// Whether the App is there and its callers may come from there.
     pub fn app_admits(&self, app: AppId, from: IpAddr) -> bool {
         self.what.apps.get(&app).is_some_and(|app| app.sources.admit(from))
+    }
+
+    /// Whose that port is, if it is published and strangers from there may come to that App.
+    pub fn published(&self, of: PortName, from: IpAddr) -> Option<AppId> {
+        let (app, _) = self.what.published.get(&of).filter(|(_, until)| valid(Some(*until)))?;
+        self.app_admits(*app, from).then_some(*app)
+    }
+
+    /// When that port ends to be published.
+    pub fn published_until(&self, of: PortName) -> Option<jiff::Timestamp> {
+        self.what.published.get(&of).map(|(_, until)| *until)
     }
 
     /// Requests a second of that App, where it is set.
@@ -180,6 +197,11 @@ impl Keys {
     /// The copy, while it is fresh enough to judge by.
     pub fn current(&self) -> Option<Arc<Copy>> {
         self.copy.borrow().clone().filter(|copy| copy.asked.elapsed() <= STALE)
+    }
+
+    /// The copy as it changes, however old it is.
+    pub fn moves(&self) -> watch::Receiver<Option<Arc<Copy>>> {
+        self.copy.subscribe()
     }
 
     /// Whether there is one.
@@ -246,7 +268,7 @@ pub async fn follow(keys: Arc<Keys>, upstream: Upstream) {
 
 #[cfg(test)]
 mod tests {
-    use pepo_api::{EdgeVoid, SecretText};
+    use pepo_api::{EdgePort, EdgeVoid, SecretText};
 
     use super::*;
 
@@ -278,6 +300,7 @@ mod tests {
             apps: vec![app.clone()],
             token_key: Some(SecretText::new(hex(&[7; 32]))),
             void: vec![],
+            published: vec![],
         }
     }
 
@@ -365,7 +388,14 @@ mod tests {
         let keys = Keys::default();
         let app = app();
         let a = key(app.id, "pepo_a");
-        let same = |generation| EdgeState { generation, keys: None, apps: vec![], token_key: None, void: vec![] };
+        let same = |generation| EdgeState {
+            generation,
+            keys: None,
+            apps: vec![],
+            token_key: None,
+            void: vec![],
+            published: vec![],
+        };
         assert!(!keys.learn(&same(1), Instant::now()));
         assert!(!keys.fresh());
         let Some(old) = Instant::now().checked_sub(STALE + Duration::from_millis(10)) else { return };
@@ -378,6 +408,35 @@ mod tests {
         assert_eq!(keys.current().expect("fresh").app("default"), Some(app.id));
         assert_eq!(keys.current().expect("fresh").app(&app.id.to_string()), Some(app.id));
         assert_eq!(keys.current().expect("fresh").app(&AppId::generate().to_string()), None);
+    }
+
+    #[test]
+    fn a_port_is_published_until_its_end_for_whom_its_app_admits_and_while_the_copy_is_fresh() {
+        let keys = Keys::default();
+        let mut app = app();
+        let of = PortName { session: SessionId::generate(), port: 80 };
+        let told = |generation, app: &EdgeApp, seconds| {
+            let until = jiff::Timestamp::now() + jiff::SignedDuration::from_secs(seconds);
+            let port = EdgePort { app_id: app.id, session_id: of.session, port: 80, expires_at: until };
+            EdgeState { published: vec![port], ..state(generation, app, &[]) }
+        };
+        let is = |of, from: &str| keys.current().and_then(|copy| copy.published(of, from.parse().expect("address")));
+        assert_eq!(is(of, "127.0.0.1"), None);
+        keys.learn(&told(1, &app, 60), Instant::now());
+        assert_eq!(is(of, "127.0.0.1"), Some(app.id));
+        assert_eq!(is(PortName { port: 81, ..of }, "127.0.0.1"), None);
+        assert_eq!(is(PortName { session: SessionId::generate(), ..of }, "127.0.0.1"), None);
+        app.sources = vec!["192.0.2.0/24".into()];
+        keys.learn(&told(2, &app, 60), Instant::now());
+        assert_eq!((is(of, "127.0.0.1"), is(of, "192.0.2.1")), (None, Some(app.id)));
+        keys.learn(&told(3, &app, -1), Instant::now());
+        assert_eq!(is(of, "192.0.2.1"), None, "over");
+        let Some(old) = Instant::now().checked_sub(STALE + Duration::from_millis(10)) else { return };
+        keys.learn(&told(4, &app, 60), old);
+        assert_eq!(is(of, "192.0.2.1"), None, "nobody knows whether it still is");
+        let gone = EdgeApp { id: AppId::generate(), ..app.clone() };
+        keys.learn(&EdgeState { apps: vec![gone], ..told(5, &app, 60) }, Instant::now());
+        assert_eq!(is(of, "192.0.2.1"), None, "its App is not there");
     }
 
     #[test]

@@ -21,6 +21,7 @@ pub mod head;
 pub mod jwt;
 pub mod keys;
 pub mod lines;
+pub mod named;
 pub mod net;
 mod own;
 pub mod path;

@@ -117,6 +117,7 @@ async fn serve(
     let rules = Rules {
         proxies: config.proxies,
         origins: config.origins,
+        domain: config.domain,
         streams: config.limits.streams.unwrap_or(bounds.connections * 3 / 4).max(1),
         limits: config.limits,
         ..Rules::default()

@@ -87,6 +87,10 @@ pub struct Lease {
 impl Held for Lease {
     fn whole(&mut self) {
         let Some(connection) = self.connection.take() else { return };
+        // Strangers are many, and not one caller: each has its own, and none takes the place of a known one's.
+        if matches!(self.of, Who::Stranger(_)) {
+            return;
+        }
         let mut waiting = self.waiting.lock().unwrap_or_else(PoisonError::into_inner);
         if waiting.len() >= CALLERS && !waiting.contains_key(&self.of) {
             waiting.retain(|_, of| of.iter().any(|one| one.since.elapsed() < IDLE));

@@ -13,6 +13,8 @@ use http::{Request, StatusCode, Version};
 use http_body_util::{BodyExt, Empty};
 use hyper::client::conn::{http1, http2};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use pepo_api::SessionId;
+use pepo_edge::handler::Rules;
 use pepo_edge::tls::{Files, Tls};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -166,4 +168,40 @@ async fn a_connection_on_which_nothing_is_asked_ends() {
         }
     };
     tokio::time::timeout(LONG, ended).await.expect("it ends");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_connection_has_the_api_and_ports_by_their_names_and_neither_is_the_other() {
+    let directory = tempfile::tempdir().expect("directory");
+    let (files, trusted) = certificate(directory.path());
+    let tls = Arc::new(Tls::open(files).expect("tls"));
+    let usual = Options::default();
+    let domain = Some("preview.example.com".parse().expect("domain"));
+    let rules = Rules { domain, ..usual.rules.clone() };
+    let f = start(Options { tls: Some(tls), rules, ..usual }).await;
+    let session = SessionId::generate();
+    let mut sender = second(&f, &trusted).await;
+    let mut ask = async |authority: &str, host: Option<&str>, key: bool| {
+        let mut request = Request::get(format!("https://{authority}/v1/sessions?a"));
+        if let Some(host) = host {
+            request = request.header("host", host);
+        }
+        if key {
+            request = request.header("authorization", format!("Bearer {KEY}"));
+        }
+        let request = request.body(Empty::<Bytes>::new()).expect("request");
+        let status = sender.send_request(request).await.expect("answer").status().as_u16();
+        (status, f.daemon.asked().pop().map(|asked| asked.target).unwrap_or_default())
+    };
+    let own = format!("3000-{}.preview.example.com", session.hex());
+    let there = format!("/v1/sessions/{session}/ports/3000/v1/sessions?a");
+    assert_eq!(ask(&own, None, false).await, (401, String::new()));
+    assert_eq!(ask("x.preview.example.com", None, false).await, (401, String::new()));
+    assert_eq!(ask(&own, None, true).await, (200, there.clone()));
+    assert_eq!(ask("pepo.example", None, true).await, (200, "/v1/sessions?a".to_owned()));
+    assert_eq!(ask(&format!("{own}:7443"), None, true).await, (200, there.clone()));
+    // What a browser that has one connection for both says, and what a hostile caller may.
+    assert_eq!(ask("pepo.example", Some(&own), true).await.0, 400);
+    assert_eq!(ask(&own, Some("pepo.example"), true).await.0, 400);
+    assert_eq!(ask(&own, Some(&own), true).await, (200, there));
 }

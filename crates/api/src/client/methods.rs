@@ -20,9 +20,9 @@ use crate::{
     App, AppliedFile, BuildEvent, BuildImage, Command, CommandId, ConfigShown, CreateApp, CreateCommand, CreateKey,
     CreateSession, CreateToken, CreateWorkspace, DIAL_UPGRADE, DoctorReport, DrainReport, DrainRequest, Event,
     FeedEvent, FileChange, FileEntry, FileList, Health, Image, Key, KeyCan, MakeFile, NewKey, NewToken, Output, Page,
-    RecipeFile, RemovedImages, RemovedWorkspace, RenameFile, RotateKey, SendSignal, Service, Session, SessionStats,
-    StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp, UpdateSession, UpdateWorkspace, UsageReport,
-    Version, Workspace, route,
+    PublishPort, PublishedPort, RecipeFile, RemovedImages, RemovedWorkspace, RenameFile, RotateKey, SendSignal,
+    Service, Session, SessionStats, StdinAnswer, StreamEvent, SweepReport, SweepRequest, Text, UpdateApp,
+    UpdateSession, UpdateWorkspace, UsageReport, Version, Workspace, route,
 };
 
 /// Starting a Sandbox or building up an answer about the whole host may take this long, in seconds.
@@ -483,6 +483,30 @@ impl Client {
     /// Ends every token of this Session that was made until now.
     pub async fn token_revoke(&self, session: &str) -> Result<(), ClientError> {
         self.empty(self.request(&route::token_revoke, &[("session", session)])?.waiting(30)).await
+    }
+
+    /// The published ports of a Session.
+    pub async fn port_list(&self, session: &str) -> Result<Page<PublishedPort>, ClientError> {
+        self.json(self.request(&route::port_list, &[("session", session)])?).await
+    }
+
+    /// Publishes a port, or sets another end for it.
+    pub async fn port_publish(
+        &self,
+        session: &str,
+        port: u16,
+        body: &PublishPort,
+    ) -> Result<PublishedPort, ClientError> {
+        let port = port.to_string();
+        let call = self.request(&route::port_publish, &[("session", session), ("port", &port)])?.with_json(body)?;
+        self.json(call.waiting(30)).await
+    }
+
+    /// Withdraws a published port, at once.
+    pub async fn port_withdraw(&self, session: &str, port: u16) -> Result<(), ClientError> {
+        let port = port.to_string();
+        let call = self.request(&route::port_withdraw, &[("session", session), ("port", &port)])?;
+        self.empty(call.waiting(30)).await
     }
 
     /// Whether this key could do that, and why.

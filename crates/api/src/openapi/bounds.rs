@@ -62,6 +62,7 @@ fn properties() -> Vec<(&'static str, &'static str, Value)> {
         ("CreateToken", "scopes", json!({"maxItems": 32})),
         ("CreateToken", "port", json!({"minimum": 1, "maximum": 65_535})),
         ("CreateToken", "expires_seconds", json!({"minimum": 1, "maximum": 3600, "default": 600})),
+        ("PublishPort", "expires_seconds", json!({"minimum": 1, "maximum": 604_800, "default": 3600})),
         ("NetworkRule", "ports", json!({"items": {"type": "integer", "minimum": 1, "maximum": 65_535}})),
     ];
     for schema in ["CreateSession", "AppDefaults", "AppLimits"] {

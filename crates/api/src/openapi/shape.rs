@@ -1,5 +1,7 @@
 //! What goes in and out of each row: queries, bodies, answers, and how far a request reaches (which says what may go wrong).
 
+mod port;
+
 use std::borrow::Cow;
 
 use utoipa::openapi::path::{Parameter, ParameterIn};
@@ -210,7 +212,7 @@ pub(super) fn of(name: &str) -> Option<Shape> {
         "session" => session(name)?,
         "command" => command(name)?,
         "file" | "tar" | "dial" => file(name)?,
-        "port" => port(name)?,
+        "port" => port::of(name)?,
         "workspace" => workspace(name)?,
         "app" | "key" => app(name)?,
         _ => other(name)?,
@@ -368,27 +370,6 @@ fn file(name: &str) -> Option<Shape> {
             .plain(101),
         _ => return None,
     })
-}
-
-fn port(name: &str) -> Option<Shape> {
-    const ABOUT: &str = "Path, query and body reach the program that listens on that port, and its status, headers and body \
-        come back; any status may. What authenticated the caller does not reach it, nor do headers of the connection and \
-        `Pepo-`, `Forwarded` and `X-Forwarded-` headers. From its answer are taken: `Set-Cookie`, `Clear-Site-Data`, \
-        `Service-Worker-Allowed`, `Access-Control-…`, `Pepo-…`; put in: `Content-Security-Policy: sandbox`. A `Location` \
-        on that port leads there again. `Upgrade: websocket` is passed on.";
-    let method = name.strip_prefix("port_")?;
-    let summary = match method {
-        "get" => "Ask a program inside over HTTP: GET",
-        "head" => "The same: HEAD",
-        "options" => "The same: OPTIONS",
-        "post" => "The same: POST",
-        "put" => "The same: PUT",
-        "patch" => "The same: PATCH",
-        "delete" => "The same: DELETE",
-        _ => return None,
-    };
-    let shape = Shape::new(summary).about(ABOUT).reach(Reach::Guest).plain(200);
-    Some(if method == "get" { shape.plain(101) } else { shape })
 }
 
 fn workspace(name: &str) -> Option<Shape> {

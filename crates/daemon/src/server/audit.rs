@@ -14,7 +14,7 @@ use http::header;
 use pepo_api::{Answer, Audience, CommandId, Error as ApiError, Route, SessionId};
 
 use super::Call;
-use super::ports::OfGuest;
+use super::ports::{By, OfGuest};
 use crate::Pepod;
 use crate::store::{Event, Store};
 
@@ -27,6 +27,10 @@ pub(super) async fn layer(route: &'static Route, params: RawPathParams, request:
     let (Some(pepod), Some(call)) = known else { return next.run(request).await };
     // A look at what a guest serves changes nothing; a way in does.
     if !route.changes() && !request.headers().contains_key(header::UPGRADE) {
+        return next.run(request).await;
+    }
+    // Nobody is known who could be noted; that the port was published is. Strangers do not fill the log.
+    if route.answer == Answer::Guest && By::of(&call, request.headers()) == By::Anybody {
         return next.run(request).await;
     }
     let mut event = Event::new(route.name).of_audit().actor(call.actor()).request(call.request_id);

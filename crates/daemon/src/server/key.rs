@@ -198,7 +198,7 @@ fn subject(action: Action) -> Subject {
         | Action::CommandsRun
         | Action::FilesRead
         | Action::FilesWrite => Subject::Session,
-        Action::PortsConnect => Subject::Port,
+        Action::PortsConnect | Action::PortsPublish => Subject::Port,
         Action::WorkspacesRead | Action::WorkspacesWrite => Subject::Workspace,
         Action::ImagesRead | Action::ImagesWrite => Subject::Image,
         Action::KeysRead | Action::KeysWrite => Subject::Key,

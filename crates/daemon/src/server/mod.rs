@@ -22,6 +22,7 @@ mod limits;
 mod once;
 mod operator;
 mod ports;
+mod publish;
 mod session;
 mod settings;
 mod token;
@@ -350,6 +351,7 @@ fn routes() -> Routes {
     attach::register(&mut routes);
     files::register(&mut routes);
     ports::register(&mut routes);
+    publish::register(&mut routes);
     workspace::register(&mut routes);
     image::register(&mut routes);
     feed::register(&mut routes);

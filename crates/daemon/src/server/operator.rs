@@ -8,8 +8,8 @@ use bytes::Bytes;
 use http::{StatusCode, header};
 use pepo_api::query::{ShowDoctor, ShowEdgeState};
 use pepo_api::{
-    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeApp, EdgeDecision, EdgeDecisions, EdgeKey, EdgeState,
-    ErrorCode, Health, OPENAPI, REFERENCE, REFERENCE_POLICY, SecretText, SweepReport, SweepRequest, route,
+    ConfigShown, DoctorReport, DrainReport, DrainRequest, EdgeApp, EdgeDecision, EdgeDecisions, EdgeKey, EdgePort,
+    EdgeState, ErrorCode, Health, OPENAPI, REFERENCE, REFERENCE_POLICY, SecretText, SweepReport, SweepRequest, route,
 };
 
 use super::{Call, Json, Problem, Query, Routes};
@@ -128,11 +128,12 @@ async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeStat
         let _ = tokio::time::timeout(EDGE_WAIT, moves.wait_for(|now| *now != has)).await;
         let generation = *moves.borrow();
         if generation == has {
-            let same = EdgeState { generation, keys: None, apps: vec![], token_key: None, void: vec![] };
+            let same =
+                EdgeState { generation, keys: None, apps: vec![], token_key: None, void: vec![], published: vec![] };
             return Ok(axum::Json(same).into_response());
         }
     }
-    let EdgeNeeds { generation, keys, apps, void } = pepod.store().edge_state().await?;
+    let EdgeNeeds { generation, keys, apps, void, published } = pepod.store().edge_state().await?;
     let shown = |key: KeyRow| EdgeKey {
         id: key.id,
         app_id: key.app,
@@ -149,7 +150,14 @@ async fn edge_state(State(pepod): State<Pepod>, Query(query): Query<ShowEdgeStat
         requests_per_second: app.settings.quota.requests_per_second,
     });
     let token_key = Some(SecretText::new(crate::store::hex(pepod.token_key())));
-    Ok(axum::Json(EdgeState { generation, keys, apps: apps.collect(), token_key, void }).into_response())
+    let published = published.into_iter().map(|row| EdgePort {
+        app_id: row.app,
+        session_id: row.session,
+        port: row.port,
+        expires_at: row.expires_at,
+    });
+    let (apps, published) = (apps.collect(), published.collect());
+    Ok(axum::Json(EdgeState { generation, keys, apps, token_key, void, published }).into_response())
 }
 
 /// Entries that the edge may bring at once; it gathers for a second.

@@ -27,7 +27,7 @@ use pepo_sandbox::proto;
 use tokio_util::task::AbortOnDropHandle;
 
 use super::files::{Lent, lend};
-use super::{Call, Problem, Routes};
+use super::{Call, Caller, Problem, Routes, publish};
 use crate::Pepod;
 
 /// Room of a raw connection, each way.
@@ -61,6 +61,37 @@ const TAKEN: &[&str] = &[
 /// Families of such headers, and of those that are ours to send.
 const TAKEN_FAMILIES: &[&str] = &["access-control-", "pepo-", "ratelimit-"];
 
+/// What is the port's own to say where it has an origin of its own: who may read what it answers, and where its workers count.
+const ITS_OWN: &[&str] = &["service-worker-allowed"];
+
+/// The same as a family.
+const ITS_OWN_FAMILY: &str = "access-control-";
+
+/// How the edge was asked for a port, told by the edge.
+const NAMED: &str = "pepo-named";
+
+/// How a port was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum By {
+    /// By a path of the API, whose origin the answer gets.
+    Path,
+    /// By its own host name, with a credential.
+    Name,
+    /// By its own host name, without: it must be published.
+    Anybody,
+}
+
+impl By {
+    /// Only the edge's word counts, and what a caller sends of it ends there.
+    pub(super) fn of(call: &Call, headers: &HeaderMap) -> Self {
+        match headers.get(NAMED).map(HeaderValue::as_bytes) {
+            Some(b"anybody") if matches!(call.caller, Caller::App(_)) => By::Anybody,
+            Some(_) if matches!(call.caller, Caller::App(_)) => By::Name,
+            _ => By::Path,
+        }
+    }
+}
+
 /// Marks an answer that a program in a guest gave: whatever it is, it is passed on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct OfGuest;
@@ -80,7 +111,7 @@ pub(super) fn register(routes: &mut Routes) {
     }
 }
 
-fn number(port: &str) -> Result<u16, Problem> {
+pub(super) fn number(port: &str) -> Result<u16, Problem> {
     let port = port.parse().ok().filter(|port| *port > 0);
     port.ok_or_else(|| Problem::invalid("port", "a port is a number from 1 to 65535"))
 }
@@ -142,14 +173,32 @@ async fn pass(
     State(pepod): State<Pepod>,
     call: Call,
     params: RawPathParams,
+    request: Request,
+) -> Result<Response, Problem> {
+    let by = By::of(&call, request.headers());
+    let passed = pass_on(&pepod, call, by, params, request).await;
+    match by {
+        By::Anybody => publish::for_anybody(passed),
+        By::Path | By::Name => passed,
+    }
+}
+
+async fn pass_on(
+    pepod: &Pepod,
+    call: Call,
+    by: By,
+    params: RawPathParams,
     mut request: Request,
 ) -> Result<Response, Problem> {
     let param = |name: &str| params.iter().find(|(known, _)| *known == name).map(|(_, value)| value.to_owned());
     let (which, port) = (param("session").unwrap_or_default(), number(&param("port").unwrap_or_default())?);
     let target = inner_target(request.uri())?;
     let upgrading = hop::changes_to(request.headers(), WEBSOCKET).then(|| hyper::upgrade::on(&mut request));
+    if by == By::Anybody {
+        publish::check(pepod, call, &which, port).await?;
+    }
 
-    let (lent, dialed) = connect(&pepod, call, &which, port).await?;
+    let (lent, dialed) = connect(pepod, call, &which, port).await?;
     let (parts, body) = request.into_parts();
     let mut onward = http::Request::new(body);
     *onward.method_mut() = parts.method;
@@ -180,8 +229,11 @@ async fn pass(
         }
     };
 
-    let before = prefix(&parts.uri, target_text(&parts.uri));
-    let mut headers = to_caller(answer.headers(), port, before);
+    let origin = match by {
+        By::Path => Origin::Ours(prefix(&parts.uri, target_text(&parts.uri))),
+        By::Name | By::Anybody => Origin::Own,
+    };
+    let mut headers = to_caller(answer.headers(), port, origin);
     let status = answer.status();
     if status == StatusCode::SWITCHING_PROTOCOLS {
         let Some(upgrading) = upgrading.filter(|_| hop::changes_to(answer.headers(), WEBSOCKET)) else {
@@ -262,9 +314,27 @@ fn to_program(headers: &HeaderMap, port: u16, websocket: bool) -> HeaderMap {
     kept
 }
 
+/// Whose origin an answer gets.
+#[derive(Clone, Copy)]
+enum Origin<'a> {
+    /// The API's, below this path.
+    Ours(&'a str),
+    /// The port's own. Cookies are not its own even there: one can be set for all names of the domain.
+    Own,
+}
+
 /// The headers for the caller.
-fn to_caller(headers: &HeaderMap, port: u16, prefix: &str) -> HeaderMap {
-    let taken = |name: &str| TAKEN.contains(&name) || TAKEN_FAMILIES.iter().any(|family| name.starts_with(family));
+fn to_caller(headers: &HeaderMap, port: u16, origin: Origin<'_>) -> HeaderMap {
+    let own =
+        |name: &str| matches!(origin, Origin::Own) && (ITS_OWN.contains(&name) || name.starts_with(ITS_OWN_FAMILY));
+    let taken = |name: &str| {
+        let taken = TAKEN.contains(&name) || TAKEN_FAMILIES.iter().any(|family| name.starts_with(family));
+        taken && !own(name)
+    };
+    let prefix = match origin {
+        Origin::Ours(prefix) => prefix,
+        Origin::Own => "",
+    };
     let mut kept = hop::kept(headers, |name| !taken(name));
     // The length of a body that came in pieces is not known before; one that was told beside them was a lie.
     if headers.contains_key(header::TRANSFER_ENCODING) {
@@ -273,8 +343,16 @@ fn to_caller(headers: &HeaderMap, port: u16, prefix: &str) -> HeaderMap {
     if let Some(place) = kept.get(header::LOCATION).and_then(|place| moved(place, port, prefix)) {
         kept.insert(header::LOCATION, place);
     }
-    // Beside a policy of its own this one narrows further.
-    kept.append(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static("sandbox"));
+    match origin {
+        // Beside a policy of its own this one narrows further.
+        Origin::Ours(_) => {
+            kept.append(header::CONTENT_SECURITY_POLICY, HeaderValue::from_static("sandbox"));
+        }
+        // The name is what opens a published port: pages that it leads to need not learn it.
+        Origin::Own => {
+            kept.entry(header::REFERRER_POLICY).or_insert(HeaderValue::from_static("same-origin"));
+        }
+    }
     kept.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
     kept
 }
@@ -286,7 +364,8 @@ fn moved(place: &HeaderValue, port: u16, prefix: &str) -> Option<HeaderValue> {
     let path = own.iter().find_map(|own| place.strip_prefix(own.as_str())).unwrap_or(place);
     // Two slashes name another host.
     let within = (path.starts_with('/') && !path.starts_with("//")) || (path.is_empty() && path.len() < place.len());
-    within.then(|| HeaderValue::try_from(format!("{prefix}{path}")).ok())?
+    let moved = format!("{prefix}{path}");
+    within.then(|| HeaderValue::try_from(if moved.is_empty() { "/".into() } else { moved }).ok())?
 }
 
 /// The body of a program's answer. What is held with it ends with it: the Session is used until then.
@@ -387,7 +466,7 @@ mod tests {
             ("content-type", "text/html"),
             ("x-own", "1"),
         ]);
-        let told = to_caller(&given, 80, "/p");
+        let told = to_caller(&given, 80, Origin::Ours("/p"));
         let policies: Vec<_> = told.get_all("content-security-policy").iter().collect();
         assert_eq!(policies, ["default-src 'self'", "sandbox"]);
         assert_eq!(
@@ -399,6 +478,25 @@ mod tests {
             )
         );
         assert_eq!(told.len(), 5, "{told:?}");
+        // By a name of its own it may say who reads it, and still sets no cookie and clears nothing.
+        let own = to_caller(&given, 80, Origin::Own);
+        let mut names: Vec<_> = own.keys().map(HeaderName::as_str).collect();
+        names.sort_unstable();
+        assert_eq!(
+            names,
+            [
+                "access-control-allow-origin",
+                "content-security-policy",
+                "content-type",
+                "referrer-policy",
+                "service-worker-allowed",
+                "x-content-type-options",
+                "x-own"
+            ]
+        );
+        assert_eq!(own["content-security-policy"], "default-src 'self'", "its own policy alone");
+        let told = to_caller(&headers(&[("referrer-policy", "origin")]), 80, Origin::Own);
+        assert_eq!(told["referrer-policy"], "origin");
     }
 
     #[test]
@@ -416,6 +514,15 @@ mod tests {
             ("", None),
         ] {
             assert_eq!(place(given).as_ref().map(|value| value.to_str().expect("text")), wanted, "{given}");
+        }
+        let own = |place: &str| moved(&HeaderValue::from_str(place).expect("value"), 80, "");
+        for (given, wanted) in [
+            ("/login?a", Some("/login?a")),
+            ("http://localhost:80/x", Some("/x")),
+            ("http://127.0.0.1:80", Some("/")),
+            ("//evil.example", None),
+        ] {
+            assert_eq!(own(given).as_ref().map(|value| value.to_str().expect("text")), wanted, "{given}");
         }
     }
 }

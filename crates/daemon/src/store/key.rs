@@ -170,6 +170,8 @@ pub struct EdgeNeeds {
     pub apps: Vec<super::AppRow>,
     /// Session tokens that are revoked.
     pub void: Vec<pepo_api::EdgeVoid>,
+    /// Ports that are published.
+    pub published: Vec<super::PublishedRow>,
 }
 
 const VALID: &str = "revoked_at IS NULL AND (expires_at IS NULL OR expires_at > ?2)";
@@ -277,7 +279,8 @@ impl Store {
                 .query_map([millis(jiff::Timestamp::now())], read)?
                 .collect::<Result<_, _>>()?;
             let (apps, void) = (super::app::all(&transaction)?, super::token::voided(&transaction)?);
-            Ok(EdgeNeeds { generation, keys, apps, void })
+            let published = super::published::all(&transaction)?;
+            Ok(EdgeNeeds { generation, keys, apps, void, published })
         })
         .await
     }

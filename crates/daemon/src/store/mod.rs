@@ -15,6 +15,7 @@ mod command;
 mod event;
 mod key;
 mod once;
+mod published;
 mod quota;
 mod secret;
 mod session;
@@ -36,6 +37,7 @@ pub use event::{Actor, Event, Keep, Looked, Name, Towards, View, Wanted};
 pub(crate) use key::hex;
 pub use key::{EdgeNeeds, KeyRow, KeySpec, NewKey};
 pub use once::{OnceKey, OnceRow};
+pub use published::{LONGEST as PUBLISHED_LONGEST, PublishedRow};
 pub use secret::ChangedSecrets;
 pub use session::{Claim, Filter, SandboxRow, SessionRow};
 pub use token::LONGEST as TOKEN_LONGEST;
@@ -219,6 +221,10 @@ pub enum Write {
     OnceForget(OnceKey),
     /// No token of that Session that was made until now counts any more.
     VoidTokens(pepo_api::SessionId),
+    /// A port is published, or has another end. Refused where its Session has ended or has too many.
+    Publish(Box<PublishedRow>),
+    /// That port is published no more.
+    Withdraw(pepo_api::SessionId, u16),
     /// Something about the instance, by name.
     Fact(&'static str, String),
     /// Something that happened, or a call that was answered.
@@ -300,7 +306,7 @@ const MIGRATIONS: &[&str] = &["
     ALTER TABLE sessions ADD COLUMN last_end TEXT;
     CREATE UNIQUE INDEX session_keys ON sessions(app_id, key) WHERE key IS NOT NULL AND ended_at IS NULL;
     CREATE INDEX session_keys_of_all ON sessions(app_id, key, id) WHERE key IS NOT NULL;
-", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION, token::MIGRATION, workspace::USAGE];
+", app::MIGRATION, key::MIGRATION, event::FORGOTTEN, usage::MIGRATION, workspace::MIGRATION, secret::MIGRATION, once::MIGRATION, traffic::MIGRATION, token::MIGRATION, workspace::USAGE, published::MIGRATION];
 
 /// The schema that this release makes.
 #[allow(clippy::cast_possible_truncation, reason = "there are a few")]
@@ -321,8 +327,8 @@ pub fn inspect(path: &Path) -> Result<u32, Error> {
     }
 }
 
-/// Prepares a store that comes from a backup: its Sandboxes are not of this boot, and no copy of keys that an edge has is
-/// taken for its own.
+/// Prepares a store that comes from a backup: its Sandboxes are not of this boot, no copy of keys that an edge has is taken
+/// for its own, and what was open to everybody then may have been withdrawn since.
 ///
 /// # Errors
 /// A disk that fails.
@@ -333,6 +339,7 @@ pub fn restored(path: &Path) -> Result<(), Error> {
         "UPDATE counters SET value = max(value + 1, ?1) WHERE name = 'edge_generation'",
         [millis(jiff::Timestamp::now())],
     )?;
+    published::forget_all(&connection)?;
     // All of it into the one file that is put in place.
     connection.query_row("PRAGMA wal_checkpoint(TRUNCATE)", [], |_| Ok(()))?;
     connection.query_row("PRAGMA journal_mode=DELETE", [], |_| Ok(()))?;
@@ -577,6 +584,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::Session(row) => {
             if row.ended.is_some() {
                 secret::forget(transaction, row.id)?;
+                published::forget(transaction, row.id)?;
             }
             session::update(transaction, row)
         }
@@ -626,6 +634,8 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
         Write::OnceDone(which) => once::done(transaction, which),
         Write::OnceForget(which) => once::forget(transaction, which),
         Write::VoidTokens(session) => token::void(transaction, *session),
+        Write::Publish(row) => published::insert(transaction, row),
+        Write::Withdraw(session, port) => published::remove(transaction, *session, *port),
         Write::Fact(name, value) => {
             transaction
                 .execute("INSERT OR REPLACE INTO facts (name, value) VALUES (?1, ?2)", [name, value.as_str()])?;
@@ -642,6 +652,7 @@ fn apply(transaction: &Transaction<'_>, write: &Write, newest: &mut Option<u64>)
             key::prune(transaction, *ended_before)?;
             app::prune(transaction, *ended_before)?;
             once::prune(transaction, millis(now()))?;
+            published::prune(transaction, millis(now()))?;
             traffic::prune(transaction)?;
             event::prune(transaction, View::Feed, *feed)?;
             event::prune(transaction, View::Audit, *audit)?;

@@ -275,6 +275,7 @@ pub async fn start(options: Options) -> Fixture {
         apps: vec![known],
         token_key: Some(SecretText::new(hex(TOKEN_KEY))),
         void: vec![],
+        published: vec![],
     });
     tokio::spawn(listen(&socket, fake.clone()));
     let upstream = Upstream::new(socket);
