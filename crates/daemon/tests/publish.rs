@@ -110,7 +110,7 @@ async fn a_port_is_published_withdrawn_and_gone_with_its_session() {
     assert_eq!(published.host, format!("{port}-{hex}.{DOMAIN}"));
     assert_eq!(published.expires_at.duration_since(published.published_at).as_secs(), 3600);
     assert!(published.published_by.starts_with("uid:"), "{published:?}");
-    assert_eq!(w.client.port_list(&w.session).await.expect("list").items, [published.clone()]);
+    assert_eq!(w.client.port_list(&w.session).await.expect("list").items, std::slice::from_ref(&published));
     let told = w.edge().published;
     assert_eq!((told.len(), told[0].port, told[0].expires_at), (1, port, published.expires_at));
     assert_eq!((told[0].session_id.to_string(), told[0].app_id.to_string()), (w.session.clone(), w.app.clone()));
