@@ -110,6 +110,17 @@ pub(super) struct Lane {
     pub cancelled: std::sync::atomic::AtomicBool,
 }
 
+/// Whose lane a request goes by, if it does.
+fn in_turn(request: &Request) -> Option<SandboxId> {
+    match request {
+        Request::Prepare { plan } => Some(plan.id),
+        Request::Start { id } | Request::Share { id, .. } | Request::Relay { id } | Request::Release { id } => {
+            Some(*id)
+        }
+        _ => None,
+    }
+}
+
 struct Serve {
     socket: OwnedFd,
     work: Arc<Work>,
@@ -207,9 +218,12 @@ impl Serve {
         if Arc::strong_count(self) > THREADS {
             return self.answer(seq, Err(Refusal::Invalid { reason: "too many requests at once".to_owned() }));
         }
+        // Found here, in the order of the requests, and not where a thread begins: a release ends what was asked before it,
+        // also where that has not begun.
+        let lane = in_turn(&request).map(|id| self.lane(id)).unwrap_or_default();
         let thread = std::thread::Builder::new().name("request".to_owned()).spawn(move || {
             // A fault of ours ends one request, and is answered.
-            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve.work_on(request, fds)));
+            let done = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve.work_on(request, &lane, fds)));
             let panicked = |_| Err(Refusal::Step { step: "work".to_owned(), reason: "a panic".to_owned() });
             let done = done.unwrap_or_else(panicked);
             serve.answer(seq, done);
@@ -223,17 +237,20 @@ impl Serve {
         Arc::clone(lock(&self.lanes).entry(id).or_default())
     }
 
-    fn work_on(self: &Arc<Self>, request: Request, fds: Vec<OwnedFd>) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
+    fn work_on(
+        self: &Arc<Self>,
+        request: Request,
+        lane: &Lane,
+        fds: Vec<OwnedFd>,
+    ) -> Result<(Reply, Vec<OwnedFd>), Refusal> {
         match request {
             Request::Prepare { plan } => {
-                let lane = self.lane(plan.id);
                 let mut made = lock(&lane.turn);
-                self.work.prepare(&plan, &lane, &mut made).map(|()| (Reply::Done, Vec::new()))
+                self.work.prepare(&plan, lane, &mut made).map(|()| (Reply::Done, Vec::new()))
             }
             Request::Start { id } => {
-                let lane = self.lane(id);
                 let mut made = lock(&lane.turn);
-                self.work.start(id, &lane, &mut made).map(|keeper| (Reply::Done, vec![keeper]))
+                self.work.start(id, lane, &mut made).map(|keeper| (Reply::Done, vec![keeper]))
             }
             Request::Connect { id } => self.connect_patiently(id).map(|stream| (Reply::Done, vec![stream])),
             Request::Found => Ok((Reply::Found { found: self.found()? }, Vec::new())),
@@ -245,9 +262,8 @@ impl Serve {
                 let Some(hatch) = fds.into_iter().next() else {
                     return Err(Refusal::Invalid { reason: "a share needs a way for its stream".to_owned() });
                 };
-                let lane = self.lane(id);
                 let mut made = lock(&lane.turn);
-                self.work.share(id, &plan, hatch, &lane, &mut made).map(|server| (Reply::Done, vec![server]))
+                self.work.share(id, &plan, hatch, lane, &mut made).map(|server| (Reply::Done, vec![server]))
             }
             Request::Visit { plan } => {
                 let Some(stream) = fds.into_iter().next() else {
@@ -280,9 +296,8 @@ impl Serve {
                 self.work.networks.open(&self.work.place, id, &opened).map(|()| (Reply::Done, Vec::new()))
             }
             Request::Relay { id } => {
-                let lane = self.lane(id);
                 let mut made = lock(&lane.turn);
-                self.work.relay(id, &lane, &mut made).map(|stream| (Reply::Done, vec![stream]))
+                self.work.relay(id, lane, &mut made).map(|stream| (Reply::Done, vec![stream]))
             }
             Request::Upstream { kind, server, most } => {
                 self.work.networks.upstream(kind, server, most).map(|sockets| (Reply::Done, sockets))
@@ -294,7 +309,7 @@ impl Serve {
                 let traffic = self.work.networks.traffic(&self.work.place, id)?;
                 Ok((Reply::Traffic { traffic }, Vec::new()))
             }
-            Request::Release { id } => self.release(id).map(|()| (Reply::Done, Vec::new())),
+            Request::Release { id } => self.release(id, lane).map(|()| (Reply::Done, Vec::new())),
             Request::Sweep { keep } => {
                 // What this life made, or is making, has a lane since before its directory: it is no leftover, whether pepod
                 // knew of it when it asked or not.
@@ -349,8 +364,7 @@ impl Serve {
         }
     }
 
-    fn release(self: &Arc<Self>, id: SandboxId) -> Result<(), Refusal> {
-        let lane = self.lane(id);
+    fn release(self: &Arc<Self>, id: SandboxId, lane: &Lane) -> Result<(), Refusal> {
         lane.cancelled.store(true, std::sync::atomic::Ordering::Release);
         let mut made = lock(&lane.turn);
         made.let_go();
