@@ -13,6 +13,7 @@ use pepo_api::{
     StreamEvent, Text,
 };
 use pepo_e2e::{Instance, Started, bare};
+use rustix::process::{Pid, Signal, kill_process};
 
 /// An instance with a daemon, and a client of it.
 struct Up {
@@ -405,15 +406,32 @@ async fn input_that_nobody_reads_waits_without_work() {
 }
 
 #[tokio::test]
-async fn as_many_as_there_may_be_are_answered_at_once() {
+async fn many_that_leave_at_once_are_in_nobodys_way() {
     let up = Up::new().await;
-    let mut looks = tokio::task::JoinSet::new();
-    for _ in 0..400 {
-        let (client, session) = (up.client.clone(), up.session.clone());
-        looks.spawn(async move { client.session_stats(&session).await });
+    let command = CreateCommand {
+        command: Some("echo there; sleep 600".into()),
+        wait_seconds: Some(0),
+        ..CreateCommand::default()
+    };
+    let command = up.client.command_create(&up.session, &command).await.expect("command").command.id;
+    let mut held = Vec::new();
+    for _ in 0..220 {
+        let mut attached = up.client.command_attach(&up.session, command, 0);
+        while !matches!(attached.next().await.expect("an event").expect("no error"), AttachEvent::Stdout(_)) {}
+        held.push(attached);
     }
-    let refused: Vec<_> = looks.join_all().await.into_iter().filter_map(Result::err).collect();
-    assert!(refused.is_empty(), "{} of 400 were refused, one with {}", refused.len(), refused[0]);
+    // Each is told to the guest on a stream of its own; all of them come before its agent takes the first one.
+    let [vmm] = up.instance.pids(up.instance.vmm())[..] else { panic!("one VMM") };
+    let vmm = Pid::from_raw(vmm).expect("a pid");
+    kill_process(vmm, Signal::STOP).expect("stop");
+    drop(held);
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let (client, session) = (up.client.clone(), up.session.clone());
+    let killing = tokio::spawn(async move { client.command_kill(&session, command).await });
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    kill_process(vmm, Signal::CONT).expect("go on");
+    killing.await.expect("no panic").expect("kill");
+    assert_eq!(text(&up.sh("echo on").await.stdout), "on\n");
     up.end().await;
 }
 
