@@ -66,6 +66,15 @@ session=$(ask -d '{"name": "there", "keep_alive_seconds": 3600}' "$url/v1/sessio
 command=$(ask -d '{"command": "echo hello; cat", "open_stdin": true, "wait_seconds": 0}' "$url/v1/sessions/$session/commands" |
   sed -n 's/^{"id":"\(cmd_[0-9a-f]*\)".*/\1/p')
 [ -n "$command" ] || fail "no command was run"
+# What listens in the Session, which is on this host here: it answers every method with what it was asked.
+asked=$(python3 -c 'import json, sys; print(json.dumps({"argv": ["python3", "-c", sys.argv[1]], "wait_seconds": 0}))' "$(cat scripts/echo.py)")
+echo=$(ask -d "$asked" "$url/v1/sessions/$session/commands" | sed -n 's/^{"id":"\(cmd_[0-9a-f]*\)".*/\1/p')
+for _ in $(seq 100); do
+  port=$(ask "$url/v1/sessions/$session/commands/$echo" | python3 -c 'import json, sys; print(json.load(sys.stdin)["stdout"].strip())')
+  [ -z "$port" ] || break
+  sleep 0.1
+done
+[ "$(ask -d through "$url/v1/sessions/$session/ports/$port/")" = through ] || fail "the program in the Session does not answer on port $port"
 ok "$url"
 
 # The operator's rows are not on the edge.
@@ -82,7 +91,7 @@ PY
 st=("$venv/bin/schemathesis" --config-file scripts/schemathesis.toml run "$home/tenants.json" --url "$url" --no-color
   -H "Authorization: Bearer $key" --exclude-operation-id file_watch --max-examples "$examples" --generation-database none
   --request-timeout 60 --output-sanitize true "$@")
-export SCHEMATHESIS_HOOKS=scripts/schemathesis_hooks.py PEPO_ST_SESSION=$session PEPO_ST_COMMAND=$command
+export SCHEMATHESIS_HOOKS=scripts/schemathesis_hooks.py PEPO_ST_SESSION=$session PEPO_ST_COMMAND=$command PEPO_ST_PORT=$port
 report() {
   step "$1"
   shift

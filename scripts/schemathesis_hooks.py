@@ -6,6 +6,7 @@ import schemathesis
 
 SESSION = os.environ.get("PEPO_ST_SESSION")
 COMMAND = os.environ.get("PEPO_ST_COMMAND")
+PORT = os.environ.get("PEPO_ST_PORT")
 
 
 @schemathesis.hook
@@ -16,6 +17,10 @@ def map_path_parameters(context, path_parameters):
             path_parameters["session"] = SESSION
         if "command" in path_parameters:
             path_parameters["command"] = COMMAND
+        # A port that could be one is that on which a program answers; what can be none is for us to refuse.
+        port = str(path_parameters.get("port", ""))
+        if port.isdecimal() and 0 < int(port) < 65536:
+            path_parameters["port"] = PORT
     return path_parameters
 
 
