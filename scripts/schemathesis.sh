@@ -43,7 +43,8 @@ finish() {
 trap finish EXIT
 
 step "pepod and the edge"
-printf '[pool]\ntarget = 0\n' >"$home/pepo.toml"
+# Wrong credentials are tried at every row, by one address.
+printf '[pool]\ntarget = 0\n[edge]\nfailures = 10000\n' >"$home/pepo.toml"
 export PEPO_HOME=$home PEPO_GUEST=$guest PEPO_VMM=fake
 mkfifo "$home/ready"
 "$programs/pepod" serve --ready-fd 3 3>"$home/ready" 2>>"$home/log" &

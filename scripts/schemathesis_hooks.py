@@ -41,7 +41,7 @@ def map_body(context, body):
     return impatient(body)
 
 
-@schemathesis.serializer("application/x-tar", "application/toml")
+@schemathesis.serializer("application/x-tar", "application/toml", "application/zstd")
 def as_it_is(context, value):
     """Bytes of no format: what unpacks or parses them has to cope."""
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")

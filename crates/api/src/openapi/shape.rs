@@ -384,19 +384,23 @@ fn workspace(name: &str) -> Option<Shape> {
             .plain(200)
             .plain(206)
             .plain(304)
-            .also(&[416])
+            .also(&[409, 416])
             .answering(&[CONTENT_RANGE]),
         "workspace_file_write" => changes("Write a file of a Workspace")
             .about("It is there whole, or as it was before: half a file never appears.")
             .query::<WriteFile>(),
         "workspace_file_remove" => changes("Remove a file or directory of a Workspace").query::<UnderPath>(),
-        "workspace_file_stat" => says("Look at a file of a Workspace").query::<AtPath>().json::<FileEntry>(200),
-        "workspace_file_list" => says("List a directory of a Workspace").query::<AtPath>().json::<FileList>(200),
+        "workspace_file_stat" => {
+            says("Look at a file of a Workspace").query::<AtPath>().json::<FileEntry>(200).also(&[409])
+        }
+        "workspace_file_list" => {
+            says("List a directory of a Workspace").query::<AtPath>().json::<FileList>(200).also(&[409])
+        }
         "workspace_file_make" => changes("Make a directory or a symbolic link in a Workspace").body::<MakeFile>(),
         "workspace_file_rename" => changes("Rename or move a file of a Workspace").body::<RenameFile>(),
         "workspace_tar_read" => Shape {
             raw_out: "application/x-tar",
-            ..says("Read a tree of a Workspace as a tar archive").query::<AtPath>().plain(200)
+            ..says("Read a tree of a Workspace as a tar archive").query::<AtPath>().plain(200).also(&[409])
         },
         "workspace_tar_write" => Shape {
             raw_in: "application/x-tar",
