@@ -143,9 +143,6 @@ const WRITER: &str = "import os, sys, zlib\n\
     \x20   n += 1\n\
     \x20   if n % 16 == 0: print(n, flush=True)\n";
 
-/// Records after which a file is begun anew: reading it takes longer than writing more.
-const LONG: u64 = 4096;
-
 /// How many whole records there are; fails where one is damaged.
 const READER: &str = "import os, zlib\n\
     n = 0\n\
@@ -200,19 +197,26 @@ impl<'a> Writing<'a> {
     }
 
     /// Counts what is there in the Session, which must be at least what was acknowledged before, and cuts off what is no
-    /// whole record; a long file is begun anew.
+    /// whole record.
     async fn nothing_lost(&self, victim: &str, before: u64) {
         self.up.put(self.session, "reader.py", READER).await;
         let there: u64 = self.up.ok(self.session, "python3 /tmp/reader.py").await.trim().parse().expect("a number");
         println!("{victim}: {before} acknowledged, {there} there");
         assert!(there >= before, "{victim}: {before} records were acknowledged, {there} are there");
-        let whole = if there > LONG { 0 } else { there };
-        self.up.ok(self.session, &format!("truncate -s {} log", whole * 4096)).await;
+        self.up.ok(self.session, &format!("truncate -s {} log", there * 4096)).await;
     }
 }
 
 /// Kills each process of an instance in the middle of a guest's writing, so many times: nothing acknowledged is lost.
 pub async fn kills(rounds: usize) {
+    for round in 1..=rounds {
+        kill_each().await;
+        println!("{round} of {rounds} rounds, and nothing is lost");
+    }
+}
+
+/// In an instance of its own: `pepo up` takes ever longer to start again what dies often.
+async fn kill_each() {
     let up = Up::start();
     let under_firecracker = up.instance.under_firecracker();
     let workspace = up.workspace(CreateWorkspace::default()).await;
@@ -225,44 +229,41 @@ pub async fn kills(rounds: usize) {
         .chain(processes)
         .collect();
     let session = up.with(&workspace).await;
-    for round in 1..=rounds {
-        for (victim, reasons) in &victims {
-            let writing = Writing::begin(&up, &session).await;
-            let before = writing.acknowledged().await.unwrap_or(0);
-            match victim.map(|victim| up.instance.pids(victim)).as_deref() {
-                Some([pid]) => kill(*pid),
-                Some(pids) => panic!("{victim:?}: {pids:?}"),
-                None => {
-                    let command = CreateCommand {
-                        command: Some(KILL_AGENT.into()),
-                        wait_seconds: Some(0),
-                        ..CreateCommand::default()
-                    };
-                    // Whether it is answered before the guest is gone decides nothing.
-                    let _ = up.client.command_create(&session, &command).await;
-                }
-            }
-            let ended = up.ended(&session).await;
-            assert!(reasons.contains(&ended.reason), "{victim:?}: {ended:?}");
-            up.instance.sandboxes_gone();
-            // The Session itself goes on, in a fresh Sandbox with the same files.
-            writing.nothing_lost(victim.unwrap_or("the guest's agent"), before).await;
-        }
-        // Without whom it goes on: the daemon, and its privileged half.
+    for (victim, reasons) in &victims {
         let writing = Writing::begin(&up, &session).await;
-        for victim in ["pepod", "pepo-host"] {
-            let before = writing.acknowledged().await.unwrap_or(0);
-            let pids = up.instance.pids(victim);
-            let [pid] = pids[..] else { panic!("{victim}: {pids:?}") };
-            kill_daemon(&up.instance, &up.client, pid).await;
-            let after = writing.beyond(before).await;
-            println!("{victim}: {before} acknowledged before, {after} after");
-        }
         let before = writing.acknowledged().await.unwrap_or(0);
-        up.ok(&session, "pkill -f '[w]riter.py'").await;
-        writing.nothing_lost("the daemon", before).await;
-        println!("{round} of {rounds} rounds, and nothing is lost");
+        match victim.map(|victim| up.instance.pids(victim)).as_deref() {
+            Some([pid]) => kill(*pid),
+            Some(pids) => panic!("{victim:?}: {pids:?}"),
+            None => {
+                let command = CreateCommand {
+                    command: Some(KILL_AGENT.into()),
+                    wait_seconds: Some(0),
+                    ..CreateCommand::default()
+                };
+                // Whether it is answered before the guest is gone decides nothing.
+                let _ = up.client.command_create(&session, &command).await;
+            }
+        }
+        let ended = up.ended(&session).await;
+        assert!(reasons.contains(&ended.reason), "{victim:?}: {ended:?}");
+        up.instance.sandboxes_gone();
+        // The Session itself goes on, in a fresh Sandbox with the same files.
+        writing.nothing_lost(victim.unwrap_or("the guest's agent"), before).await;
     }
+    // Without whom it goes on: the daemon, and its privileged half.
+    let writing = Writing::begin(&up, &session).await;
+    for victim in ["pepod", "pepo-host"] {
+        let before = writing.acknowledged().await.unwrap_or(0);
+        let pids = up.instance.pids(victim);
+        let [pid] = pids[..] else { panic!("{victim}: {pids:?}") };
+        kill_daemon(&up.instance, &up.client, pid).await;
+        let after = writing.beyond(before).await;
+        println!("{victim}: {before} acknowledged before, {after} after");
+    }
+    let before = writing.acknowledged().await.unwrap_or(0);
+    up.ok(&session, "pkill -f '[w]riter.py'").await;
+    writing.nothing_lost("the daemon", before).await;
     up.client.session_terminate(&session).await.expect("terminate");
     up.end().await;
 }
