@@ -1,5 +1,5 @@
 //! A guest's wall clock beside this host's. It is set by Activate, and behind by as long as that was on its way; it stands
-//! while the host sleeps; and files of a Workspace have the host's times.
+//! while the host sleeps; and files of a tree that is served have the host's times.
 
 use std::time::{Duration, SystemTime};
 
