@@ -73,7 +73,7 @@ pub(super) async fn progress(work: &mut Work) -> Progress {
     }
 }
 
-/// Returns when the guest has not answered for that long.
+/// Returns when the guest has not answered for that long. While it answers its clock is kept right.
 pub(super) async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
     let mut heard = tokio::time::Instant::now();
     let beat = BEAT.min(most / 4).max(Duration::from_millis(10));
@@ -82,13 +82,15 @@ pub(super) async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
     loop {
         tokio::time::sleep(pause).await;
         pause = beat;
-        // An agent that cannot be asked for its clock is asked whether it is there all the same.
-        if let Ok(Ok(Some(nanos))) = tokio::time::timeout(most, guest.keep_clock()).await {
-            tracing::info!(ms = nanos / 1_000_000, "a guest's clock was put right");
-        }
         match tokio::time::timeout(most, guest.ping()).await {
             // A guest that refuses for want of streams is there.
-            Ok(Ok(()) | Err(pepo_sandbox::guest::Error::Busy)) => heard = tokio::time::Instant::now(),
+            Ok(Ok(()) | Err(pepo_sandbox::guest::Error::Busy)) => {
+                heard = tokio::time::Instant::now();
+                // One that does not say what time it is, as an agent of an earlier release, is there all the same.
+                if let Ok(Ok(Some(nanos))) = tokio::time::timeout(beat, guest.keep_clock()).await {
+                    tracing::info!(ms = nanos / 1_000_000, "a guest's clock was put right");
+                }
+            }
             Ok(Err(_)) | Err(_) if heard.elapsed() >= most => return,
             Ok(Err(_)) | Err(_) => {}
         }
