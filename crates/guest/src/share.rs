@@ -134,11 +134,12 @@ impl Link {
         if by == By::Both {
             number_none(request);
         }
+        if operation(request) == op::LOOKUP {
+            // Before its answer can be here.
+            ahead.asked(request);
+        }
         if by != By::Us {
             self.send(request)?;
-        }
-        if operation(request) == op::LOOKUP {
-            ahead.asked(request);
         }
         Ok(())
     }

@@ -165,7 +165,7 @@ impl<P: Pages> Ahead<P> {
         Ahead { runs, pages: Some(pages), reader: None }
     }
 
-    /// A name is looked for: its request is on its way.
+    /// A name is looked for: its request goes out next.
     pub fn asked(&mut self, request: &[u8]) {
         let due = self.runs.lock().unwrap_or_else(PoisonError::into_inner).asked(request);
         let Some(first) = due else { return };
