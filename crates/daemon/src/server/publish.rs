@@ -24,7 +24,7 @@ fn domain(pepod: &Pepod) -> Result<&Domain, Problem> {
     pepod.config().domain.as_ref().ok_or_else(|| {
         let message = "ports have no host names here, and without one a port cannot be published";
         let error = pepo_api::Error::new(ErrorCode::Unsupported, message);
-        error.hint("the operator sets edge.domain = \"preview.example.com\" in pepo.toml and starts pepod and the edge again (docs/edge.md)").into()
+        error.hint("the operator sets edge.domain = \"preview.example.com\" in pepo.toml and starts pepod and the edge again (docs/preview.md)").into()
     })
 }
 
