@@ -96,3 +96,19 @@ pub(super) async fn silence(guest: pepo_sandbox::guest::Guest, most: Duration) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use pepo_sandbox::guest::{Connector, Guest};
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_guest_that_never_answers_is_found_out_when_it_may_be_silent_no_longer() {
+        let guest = Guest::new(Connector::vsock(std::future::pending));
+        let (most, began) = (Duration::from_secs(10), tokio::time::Instant::now());
+        silence(guest, most).await;
+        let took = began.elapsed();
+        assert!((most..most * 3 / 2).contains(&took), "{took:?}");
+    }
+}
